@@ -251,7 +251,9 @@ class Manifest:
         for array in (*self.arrays, *self.episode_arrays, *self.finals):
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
-        for file in (self.group_file, *self.attached):
+        group = self.group_file
+        yield group.file, group.nbytes, group.crc32
+        for file in self.attached:
             yield file.file, file.nbytes, file.crc32
 
     def content_id(self) -> str:

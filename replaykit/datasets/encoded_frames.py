@@ -96,7 +96,8 @@ def video_index(path: Path) -> VideoIndex:
         if not found:
             raise ValueError("it has no frames")
         times = np.sort(np.array(found, np.int64))
-        return VideoIndex(times, times * float(stream.time_base), stream.height, stream.width)
+        seconds = (times * float(stream.time_base)).astype(np.float64)
+        return VideoIndex(times, seconds, stream.height, stream.width)
 
 
 class _Video:

@@ -169,7 +169,7 @@ def _write_v3(
 
     fps = info["fps"]
     tasks = pyarrow.table({"task_index": range(len(_TASKS)), _INDEX: _TASKS})
-    said = {"index_columns": [_INDEX], "column_indexes": [], "columns": []}
+    said: dict[str, list[Any]] = {"index_columns": [_INDEX], "column_indexes": [], "columns": []}
     said["columns"] = [
         {"name": None if name == _INDEX else name, "field_name": name, "pandas_type": kind,
          "numpy_type": numpy, "metadata": None}

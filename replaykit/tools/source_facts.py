@@ -330,6 +330,8 @@ def h5_facts(
         said.append("no layout of the package fits, so its episodes are not known")
     else:
         chosen = layout_named(guess.layout)
+        if not isinstance(chosen, Layout):
+            raise ValueError(f"expected a layout of H5 files for {path}, got {guess.layout!r}")
         episodes, plan = _episode_facts(files, chosen, said, is_exact=most_bytes is None)
     columns = found_columns(stack.enter_context(OpenFiles()), files)
     keys = [_key(key, column, most_bytes) for key, column in columns.items()]

@@ -54,7 +54,7 @@ def table_facts(path: Path, stack: ExitStack) -> tuple[Facts, Table]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                policies = Policies(on_invalid=on_invalid, exclude=images)  # type: ignore[arg-type]
+                policies = Policies(on_invalid=on_invalid, exclude=images)
                 data = convert(path, layout, home / "data", policies=policies, progress=False)
             break
         except CorpusError as error:

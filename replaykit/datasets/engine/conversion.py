@@ -161,8 +161,11 @@ def ensure_dataset(
     found: list[Sources] = []
 
     def build(directory: Path) -> Manifest:
-        convert = _convert if isinstance(layout, Layout) else _convert_table
-        manifest, text = convert(directory, found[-1], layout, options, named, progress)
+        if isinstance(layout, Layout):
+            made = _convert(directory, found[-1], layout, options, named, progress)
+        else:
+            made = _convert_table(directory, found[-1], layout, options, named, progress)
+        manifest, text = made
         if text is not None:
             warning_texts.append(text)
         return manifest

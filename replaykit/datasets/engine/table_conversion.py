@@ -279,9 +279,7 @@ class _Writer:
             rule = "V20" if role == "action" else "V21"
             self._fail_rows(~np.isfinite(flat).all(1), start, key, "is not finite", rule)
 
-    def _fail_rows(
-        self, wrong: npt.NDArray[np.bool_], start: int, key: Key, what: str, rule: str
-    ) -> None:
+    def _fail_rows(self, wrong: Any, start: int, key: Key, what: str, rule: str) -> None:
         rows = np.flatnonzero(wrong) + start
         numbers, firsts = np.unique(np.searchsorted(self._stops, rows, "right"), return_index=True)
         for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
@@ -373,7 +371,7 @@ class _Writer:
         if self.detects_copies:
             table["digest"] = self._digest()
             copies = [[self._named(each) for each in pair] for pair in duplicates(table["digest"])]
-        names = (of.names[position] for position in at)
+        names = (of.names[position] for position in at.tolist())
         episode_arrays, group_file = write_episode_table(self.directory, table, names)
         notes = self.judge.notes
         report = {

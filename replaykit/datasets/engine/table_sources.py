@@ -79,23 +79,34 @@ class TableSource(Protocol):
 
     A source checks the rules of its format when it is opened. It passes bad episodes to the
     `Judge`, by their positions in ``episodes``. While ``blocks`` reads values, it may find more.
-
-    Attributes:
-        columns: all columns that the source can fill.
-        episodes: the episodes in the order of the source.
-        left_out: data that does not become a column: entries with ``key`` and ``why``.
-        attached: files to keep in the data set, by their name in it.
-        facts: facts about the source for the manifest, as JSON values. ``fps`` is the number of
-            rows per second, if it is fixed.
-        splits: positions of episodes by the name of a split.
     """
 
-    columns: Sequence[SourceColumn]
-    episodes: TableEpisodes
-    left_out: Sequence[Mapping[str, str]]
-    attached: Mapping[str, Path]
-    facts: Mapping[str, Any]
-    splits: Mapping[str, Sequence[int]]
+    @property
+    def columns(self) -> Sequence[SourceColumn]:
+        """All columns that the source can fill."""
+
+    @property
+    def episodes(self) -> TableEpisodes:
+        """The episodes in the order of the source."""
+
+    @property
+    def left_out(self) -> Sequence[Mapping[str, str]]:
+        """Data that does not become a column: entries with ``key`` and ``why``."""
+
+    @property
+    def attached(self) -> Mapping[str, Path]:
+        """Files to keep in the data set, by their name in it."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Facts about the source for the manifest, as JSON values.
+
+        ``fps`` is the number of rows per second, if it is fixed.
+        """
+
+    @property
+    def splits(self) -> Mapping[str, Sequence[int]]:
+        """Positions of episodes by the name of a split."""
 
     def location(self, position: int) -> Location:
         """Return the location of an episode."""

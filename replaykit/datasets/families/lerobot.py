@@ -176,12 +176,10 @@ class LeRobotFrames:
             kind = "video" if feature.dtype == "video" and self._video == "lazy" else "image"
             frames = {"kind": kind, "shape": list(feature.shape)}
             dtype: np.dtype[Any] = np.dtype(np.int64 if kind == "video" else object)
-            shape = (REFERENCE_WIDTH,) if kind == "video" else ()
-            return SourceColumn(feature.key, shape, dtype, feature.name, frames)
+            width = (REFERENCE_WIDTH,) if kind == "video" else ()
+            return SourceColumn(feature.key, width, dtype, feature.name, frames)
         dtype = np.dtype(np.uint8 if feature.is_encoded else feature.dtype)
-        shape = feature.shape
-        if feature.key in (TERMINATED, TRUNCATED):
-            shape = (1,)
+        shape = feature.shape if feature.key not in (TERMINATED, TRUNCATED) else (1,)
         return SourceColumn(feature.key, shape, dtype, feature.name)
 
     def _find_splits(self) -> dict[str, list[int]]:
@@ -341,7 +339,7 @@ class LeRobotFrames:
         starts, lengths = checks.starts[at], of.lengths[list(kept)]
         self._check_stats(list(kept), values, starts, lengths)
         is_whole = len(at) and int(lengths.sum()) == len(table)
-        order = slice(None)
+        order: Any = slice(None)
         if not is_whole or not np.array_equal(starts, lengths.cumsum() - lengths):
             order = np.concatenate(
                 [
@@ -417,7 +415,7 @@ class LeRobotFrames:
                 continue
             moments = EpisodeMoments.of(found, starts, lengths)
             self._joined.setdefault(feature.name, []).append(moments)
-            said = {
+            said: dict[str, Any] = {
                 name: values[positions]
                 if isinstance(values, np.ndarray)
                 else [values[position] for position in positions]

@@ -190,8 +190,8 @@ class EpisodeMoments:
             parts = values[int(starts[0]) : int(stops[0])]
             mean = parts.mean(0, dtype=np.float64)
             square = np.square(parts - mean).mean(0)
-            each = (parts.min(0), parts.max(0), mean, np.sqrt(square))
-            return cls(*(np.asarray(one)[None] for one in each), lengths)
+            least, largest, std = parts.min(0), parts.max(0), np.sqrt(square)
+            return cls(least[None], largest[None], mean[None], np.asarray(std)[None], lengths)
         parts = np.concatenate([values[a:b] for a, b in zip(starts, stops, strict=True)])
         cuts = lengths.cumsum() - lengths
         wide = lengths.reshape(-1, *[1] * (values.ndim - 1))
@@ -219,11 +219,12 @@ class EpisodeMoments:
         wide = self.counts.reshape(-1, *[1] * (self.mean.ndim - 1))
         mean = (self.mean * wide).sum(0) / total
         square = (np.square(self.std) * wide + np.square(self.mean - mean) * wide).sum(0) / total
-        found = (self.least.min(0), self.largest.max(0), mean, np.sqrt(square))
-        return EpisodeMoments(*(np.asarray(each)[None] for each in found), total[None])
+        least, largest = self.least.min(0)[None], self.largest.max(0)[None]
+        std = np.asarray(np.sqrt(square))[None]
+        return EpisodeMoments(least, largest, np.asarray(mean)[None], std, total[None])
 
     @_QUIET
-    def differing(self, said: Mapping[str, Sequence[Any]], feature: Feature) -> dict[int, str]:
+    def differing(self, said: Mapping[str, Any], feature: Feature) -> dict[int, str]:
         """Return how stated statistics of a feature differ from its frames, by episode.
 
         Args:
@@ -259,9 +260,7 @@ class EpisodeMoments:
         return found
 
 
-def _apart(
-    said: Sequence[Any], real: Array, limit: Array
-) -> tuple[npt.NDArray[np.bool_], Array | None]:
+def _apart(said: Any, real: Array, limit: Array) -> tuple[npt.NDArray[np.bool_], Array | None]:
     """Return which stated numbers differ from the real ones, and the stated ones ``[e, n]``."""
     stated = real.copy()
     try:
