@@ -70,6 +70,7 @@ WORKS = {
         "corpora",
         "collection",
         "formats",
+        "lerobot",
     )
 }
 
