@@ -183,27 +183,28 @@ class EpisodeMoments:
     def of(cls, values: Array, starts: Array, lengths: Array) -> EpisodeMoments:
         """Return the statistics of runs of rows, of which none is empty.
 
-        Cost: five passes over the values.
+        Cost: about eight passes over the values, most of them in float64.
         """
-        stops = starts + lengths
-        if len(starts) == 1:
-            parts = values[int(starts[0]) : int(stops[0])]
-            mean = parts.mean(0, dtype=np.float64)
-            square = np.square(parts - mean).mean(0)
-            least, largest, std = parts.min(0), parts.max(0), np.sqrt(square)
-            return cls(least[None], largest[None], mean[None], np.asarray(std)[None], lengths)
-        parts = np.concatenate([values[a:b] for a, b in zip(starts, stops, strict=True)])
-        cuts = lengths.cumsum() - lengths
-        wide = lengths.reshape(-1, *[1] * (values.ndim - 1))
-        mean = np.add.reduceat(parts, cuts, 0, dtype=np.float64) / wide
-        apart = parts - np.repeat(mean, lengths, 0)
-        return cls(
-            np.minimum.reduceat(parts, cuts, 0),
-            np.maximum.reduceat(parts, cuts, 0),
-            mean,
-            np.sqrt(np.add.reduceat(np.square(apart), cuts, 0) / wide),
-            lengths,
+        stops, shape = starts + lengths, values.shape[1:]
+        parts = [values[first:stop] for first, stop in zip(starts, stops, strict=True)]
+        if np.array_equal(starts[1:], stops[:-1]):
+            parts = [values[starts[0] : stops[-1]]]
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        # Sums along contiguous rows take a tenth of the time of sums along columns.
+        wide = np.ascontiguousarray(flat.reshape(len(flat), -1).T)
+        cuts, exact = lengths.cumsum() - lengths, wide.astype(np.float64)
+        base = exact[:, :1].copy()
+        exact -= base  # differences of squares lose the digits of a large common offset
+        mean = np.add.reduceat(exact, cuts, 1) / lengths
+        square = np.add.reduceat(np.square(exact), cuts, 1) / lengths
+        found = (
+            np.minimum.reduceat(wide, cuts, 1),
+            np.maximum.reduceat(wide, cuts, 1),
+            mean + base,
+            np.sqrt(np.maximum(square - np.square(mean), 0)),
         )
+        least, largest, mean, std = (each.T.reshape(-1, *shape) for each in found)
+        return cls(least, largest, mean, std, lengths)
 
     @classmethod
     def together(cls, parts: Sequence[EpisodeMoments]) -> EpisodeMoments:
