@@ -24,7 +24,8 @@ from typing import Any, Final
 
 from replaykit import registry
 from replaykit.datasets.engine.layout import Layout
-from replaykit.datasets.families.catalogue import families
+from replaykit.datasets.engine.table_sources import TableLayout
+from replaykit.datasets.families import catalogue
 from replaykit.ted import DEFAULT_DONE_KEYS
 from replaykit.tools.facts import counted
 
@@ -37,6 +38,19 @@ UNKNOWN: Final = "not stated by the publisher"
 
 MOST_PLOTTED: Final = 24
 """Number of episodes, or of action components, that a plot shows one by one."""
+
+
+def families() -> dict[str, Any]:
+    """Return the classes of families of H5 files. Guides describe the families of tables.
+
+    Example:
+        >>> import datasets_pages
+        >>> [name in datasets_pages.families() for name in ("aloha", "zarr")]
+        [True, False]
+    """
+    found = catalogue.families().items()
+    return {name: kind for name, kind in found if not isinstance(kind.layout, TableLayout)}
+
 
 LAYOUTS: Final = {
     "roboset": ("ROBOHIVE", "ROBOSET_REAL"),

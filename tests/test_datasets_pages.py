@@ -20,7 +20,6 @@ import pytest
 
 import replaykit.datasets
 from replaykit import registry
-from replaykit.datasets.families.catalogue import families
 from tests.rooms import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -40,6 +39,7 @@ def _loaded() -> ModuleType:
 pages = _loaded()
 STATISTICS: dict[str, list[dict[str, Any]]] = json.loads(pages.STATISTICS.read_text("utf-8"))
 FILES = [(family, entry) for family, files in STATISTICS.items() for entry in files]
+families = pages.families
 FAMILIES = sorted(families())
 
 

@@ -167,7 +167,7 @@ def test_every_corpus_class_is_one_of_the_package() -> None:
     import replaykit.datasets as part
 
     classes = [name for name in part.__all__ if name.endswith("ExperienceReplay")]
-    assert len(classes) == 12
+    assert len(classes) == 15
     for public in classes:
         assert public in replaykit.__all__, public
         assert getattr(part, public) is getattr(replaykit, public)

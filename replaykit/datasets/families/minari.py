@@ -31,6 +31,7 @@ __all__ = [
     "Sidecar",
     "_ids",
     "is_image_space",
+    "minari_repository",
     "parsed_space",
     "read_sidecar",
     "space_parts",
@@ -338,10 +339,20 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
-        namespace, _, rest = dataset_id.partition("/")
-        if not rest:
-            raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or local "
-                "files with source="
-            )
-        return HubFiles(f"{cls.owner}/{namespace}", rest, ".hdf5", beside=("/metadata.json",))
+        repository, folder = minari_repository(dataset_id)
+        return HubFiles(repository, folder, ".hdf5", beside=("/metadata.json",))
+
+
+def minari_repository(dataset_id: str) -> tuple[str, str]:
+    """Return the repository of a data set of Minari, and the folder in it.
+
+    Raises:
+        FileNotFoundError: the id has only one part.
+    """
+    namespace, _, rest = dataset_id.partition("/")
+    if not rest:
+        raise FileNotFoundError(
+            f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or local "
+            "files with source="
+        )
+    return f"farama-minari/{namespace}", rest

@@ -12,21 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.buffer.components import SamplerT
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.encoded_frames import decode_image
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
-    SourceEpisodes,
+    TableEpisodes,
     TableLayout,
     TableSource,
 )
 from replaykit.datasets.families.lerobot_files import Feature, arrow, file_errors, values_of
 from replaykit.datasets.families.minari import (
     METADATA,
-    MinariExperienceReplay,
     is_image_space,
+    minari_repository,
     parsed_space,
     space_parts,
     text_width,
@@ -127,7 +128,7 @@ class _MinariTable:
             self._find_episode(number, f"{root}{number}/", names, seeds)
         self.left_out: list[dict[str, str]] = []
         self._parts = [*self._spaces(said, "observation"), *self._spaces(said, "action")]
-        self.episodes = SourceEpisodes(
+        self.episodes = TableEpisodes(
             self._lengths,
             np.arange(count),
             [f"episode_{number}" for number in range(count)],
@@ -336,11 +337,11 @@ def _inner(table: Any, path: Sequence[str]) -> Any:
     return column
 
 
-class MinariArrowExperienceReplay(MinariExperienceReplay[SamplerT]):
+class MinariArrowExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     """Transitions of Minari's data sets in Arrow or Parquet storage.
 
-    See MinariExperienceReplay for ids, and BaseDatasetExperienceReplay for arguments, errors and
-    methods.
+    Ids are Minari's ids. The first part names the repository below ``farama-minari``. See
+    `MinariArrowLayout` for keys, and BaseDatasetExperienceReplay for arguments, errors and methods.
 
     Example:
         >>> from replaykit.datasets import MinariArrowExperienceReplay
@@ -349,12 +350,13 @@ class MinariArrowExperienceReplay(MinariExperienceReplay[SamplerT]):
         FileNotFoundError: the data set 'me/door/human-v2' is not in ...
     """
 
-    available_datasets: ClassVar[list[str]] = []
+    any_id = True
     corpus = "minari-arrow"
-    layout: ClassVar[Any] = MINARI_ARROW
+    layout = MINARI_ARROW
+    owner: ClassVar[str] = "farama-minari"
 
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
-        found = super().remote(dataset_id)
-        return HubFiles(found.repo_id, found.directory, cls.layout.suffixes, natural=True)
+        repository, folder = minari_repository(dataset_id)
+        return HubFiles(repository, folder, cls.layout.suffixes, natural=True)

@@ -24,7 +24,7 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
-    SourceEpisodes,
+    TableEpisodes,
     TableLayout,
     TableSource,
 )
@@ -144,7 +144,7 @@ class _RldsTable:
         self.facts: dict[str, Any] = {"format": "rlds", "texts": {}}
         count = int(self._firsts[-1])
         numbers = np.concatenate([np.arange(each) for each in self._counts])
-        self.episodes = SourceEpisodes(
+        self.episodes = TableEpisodes(
             np.zeros(count, np.int64),
             numbers,
             [f"record_{number}" for number in numbers.tolist()],

@@ -21,7 +21,7 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
-    SourceEpisodes,
+    TableEpisodes,
     TableLayout,
     TableSource,
 )
@@ -301,7 +301,7 @@ class _ZarrTable:
         lengths = [np.diff(store.stops, prepend=0) for store in self._stores]
         counts = [len(each) for each in lengths]
         numbers = np.concatenate([np.arange(count) for count in counts])
-        self.episodes = SourceEpisodes(
+        self.episodes = TableEpisodes(
             np.concatenate(lengths),
             numbers,
             [f"episode_{number}" for number in numbers.tolist()],
