@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from replaykit._compat import TensorDictBase
+from replaykit._compat import TensorDictBase, lookup
 from replaykit.declared import Count, Positive, read_value
 from replaykit.errors import Closed
 from replaykit.feeds.chunk_files import (
@@ -31,7 +32,8 @@ from replaykit.interrupts import Lock, deferred
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.structure import Path as Key
-from replaykit.ted import EPISODE_KEYS, end_flags
+from replaykit.ted import EPISODE_KEYS, end_flags, format_key, unravel
+from replaykit.transforms.frames import PREVIOUS, VALID
 
 __all__ = ["TrajectoryWriter"]
 
@@ -79,11 +81,15 @@ class TrajectoryWriter:
         format: ``"safetensors"``, ``"npz"`` or ``"npz-compressed"``. The library safetensors reads
             files of the first, and NumPy reads those of the others.
         lanes: number of environments that are written together; None for one environment.
+        previous: keys whose values of the row before are stored with every row, under
+            ``("previous", key)``. So they are known at the first row of a chunk, even if a reader
+            lacks the chunk before. ``("previous", "valid")`` is False for the first row of an
+            episode. ``PreviousStep(keys, stored=True)`` reads them.
         generator: the source of the drawn limits. Default: torch's global generator.
 
     Raises:
         ValueError: an argument is out of range or unknown.
-        TypeError: the generator is no torch.Generator.
+        TypeError: the generator is no torch.Generator, or ``previous`` is no list of keys.
 
     A writer that is not closed loses the rows after its last complete chunk. A loss of power may
     also lose whole chunks that were written after the last `flush`. All methods may be
@@ -113,6 +119,7 @@ class TrajectoryWriter:
         flush: Literal["done", "call"] = "done",
         format: Literal["safetensors", "npz", "npz-compressed"] = "safetensors",
         lanes: int | None = None,
+        previous: Sequence[Any] = (),
         generator: torch.Generator | None = None,
     ) -> None:
         self._max_len: int | None = read_value(Positive | None, max_len, "max_len")
@@ -133,7 +140,11 @@ class TrajectoryWriter:
         for lane in self._lanes:
             lane.limit = self._drawn_limit()
         self._layout: ChunkLayout | None = None
-        self._last: dict[Key, torch.Tensor] = {}  # the ids of the newest row of each lane
+        # Ids, and values of keys of ``previous``, of the newest row of each lane.
+        self._last: dict[Key, torch.Tensor] = {}
+        if not isinstance(previous, (list, tuple)):
+            raise TypeError(f"previous: expected a list of keys, got {previous!r}")
+        self._previous = [unravel(key) for key in previous]
         self._finished: deque[_Finished] = deque()
         self._written = 0
         self._closed = False
@@ -245,6 +256,7 @@ class TrajectoryWriter:
             self._check()
             layout = self._layout
             schema = None if layout is None else layout.schema
+            data = self._with_previous(data)
             rows = split_leaves(data, ndim, single=single, schema=schema)
             if not self._single and rows.batch[1] != len(self._lanes):
                 raise ValueError(f"expected {len(self._lanes)} lanes, got {rows.batch[1]}")
@@ -267,6 +279,8 @@ class TrajectoryWriter:
         count, lanes = len(rows), len(self._lanes)
         codes = _codes_of(leaves, count, lanes)
         begins = self._begins(leaves, count, lanes)
+        if self._previous:
+            self._fill_previous(leaves, codes, begins)
         for lane in self._lanes:
             own = {path: leaf[:, lane.number] for path, leaf in leaves.items()}
             self._divide_lane(lane, own, codes[:, lane.number], begins[:, lane.number])
@@ -282,6 +296,35 @@ class TrajectoryWriter:
             begins |= (ids != before).any(-1).numpy()
             self._last[path] = ids[-1:]
         return begins
+
+    def _with_previous(self, data: Any) -> Any:
+        """Return the rows with columns for the values of the rows before."""
+        if not self._previous:
+            return data
+        if PREVIOUS in data.keys():  # noqa: SIM118 - not a mapping
+            raise ValueError(f"previous: expected rows without the key {PREVIOUS!r}, got it")
+        data = data.copy()
+        for key in self._previous:
+            if (value := lookup(data, key)) is None:
+                raise KeyError(f"previous: expected rows with the key {format_key(key)}")
+            data.set((PREVIOUS, *key), torch.zeros_like(value))
+        shape = (*data.batch_size, 1)
+        data.set(VALID, torch.zeros(shape, dtype=torch.bool))
+        return data
+
+    def _fill_previous(self, leaves: dict[Key, torch.Tensor], codes: Any, begins: Any) -> None:
+        """Set the columns of the rows before, if those are of the same episode."""
+        first = begins.copy()
+        first[1:] |= codes[:-1] > 0
+        first[0] |= [lane.head == "reset" and not lane.rows for lane in self._lanes]
+        valid = torch.from_numpy(~first)
+        leaves[VALID] = valid.view(leaves[VALID].shape)
+        for key in self._previous:
+            own, column = leaves[key], (PREVIOUS, *key)
+            before = torch.cat([self._last.get(column, own[:1]), own[:-1]])
+            self._last[column] = own[-1:]
+            before[~valid] = 0
+            leaves[column] = before.reshape(leaves[column].shape)
 
     def _divide_lane(
         self, lane: _LaneRows, leaves: dict[Key, torch.Tensor], codes: Any, begins: Any

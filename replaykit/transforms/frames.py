@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replaykit import native
@@ -345,7 +346,14 @@ def _or_own(frames: torch.Tensor, own: torch.Tensor, real: torch.Tensor) -> torc
     return torch.where(over_features(real, frames), frames, own.unsqueeze(1))
 
 
+Array = np.ndarray[Any, Any]
+
 _ALL: Path = ("previous_step",)
+
+PREVIOUS = "previous"
+"""Key of stored values of the row before."""
+VALID: Path = (PREVIOUS, "valid")
+"""Key of the flag that the row before is of the same episode."""
 
 
 class PreviousStep(HistoryTransform):
@@ -370,6 +378,8 @@ class PreviousStep(HistoryTransform):
             groups.
         num_actions: with ``concat``, the number of one-hot columns of an action that is stored as
             one integer.
+        stored: use columns under ``"previous"``, as a TrajectoryWriter with ``previous=`` writes
+            them, for rows whose row before is not in the storage. All rows are then drawn.
 
     A row is not drawn if the row before it was overwritten. ``rb[...]`` returns such a row with
     ``init``. Padding rows have zeros.
@@ -405,8 +415,11 @@ class PreviousStep(HistoryTransform):
         init: float = 0,
         concat: bool = False,
         num_actions: int | None = None,
+        stored: bool = False,
     ) -> None:
-        self.keys = as_keys(keys)
+        self.keys, self.stored = as_keys(keys), bool(stored)
+        if stored:
+            self.needs = Needs()
         self.names = {key: _previous(key) for key in self.keys}
         if len(set(self.names.values())) < len(keys):
             raise ValueError(
@@ -439,8 +452,10 @@ class PreviousStep(HistoryTransform):
                 leaves[key][:, 1:] = own
         begins = None
         # Zeros of actions become columns that are not zero.
-        if self.init or self.num_actions is not None:
+        if self.init or self.num_actions is not None or self.stored:
             begins = around.time == around.first
+            if self.stored:
+                begins &= ~self._restore(data, leaves, begins)
         values: dict[Path, torch.Tensor] = {}
         has_next = any(key[0] == "next" for key in around.keys)
         for name, pair in self._pairs(leaves).items():
@@ -453,6 +468,22 @@ class PreviousStep(HistoryTransform):
                 values[under_next] = pair[:, 1]
         set_real(data, values, around.mask)
         return data
+
+    def _restore(self, data: Any, leaves: dict[Path, torch.Tensor], begins: Array) -> Array:
+        """Set values before the first stored rows of episodes; return these rows, bool ``[B]``."""
+        columns = {key: lookup(data, (PREVIOUS, *key)) for key in self.keys}
+        columns[VALID] = lookup(data, VALID)
+        for key, column in columns.items():
+            if column is None:
+                raise KeyError(
+                    f"stored=True expected the column of {format_key(key)} under 'previous'"
+                )
+        held = begins & columns[VALID].flatten().cpu().numpy()
+        at = torch.from_numpy(held.nonzero()[0]).to(columns[VALID].device)
+        for key in self.keys:
+            pair = leaves[key]
+            pair[at, 0] = columns[key][at].reshape(pair[at, 0].shape)
+        return held
 
     def _pairs(self, leaves: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
         """Return, by name, the values of the previous row and of the row of ``next``."""
@@ -499,6 +530,7 @@ class PreviousStep(HistoryTransform):
     def __repr__(self) -> str:
         parts = [f"[{', '.join(map(format_key, self.keys))}]"]
         parts += [f"init={self.init:g}"] if self.init else []
+        parts += ["stored=True"] if self.stored else []
         parts += ["concat=True"] if self.concat else []
         parts += [f"num_actions={self.num_actions}"] if self.num_actions else []
         return f"PreviousStep({', '.join(parts)})"
