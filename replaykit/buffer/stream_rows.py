@@ -182,12 +182,12 @@ def take_rows(buffer: ReplayBuffer, n: int, lanes: Any, timeout: float | None) -
 
 
 def _removes(buffer: ReplayBuffer, storage: Any) -> bool:
-    """Return whether rows that are taken leave the storage at once.
-
-    They cannot if files and other processes have the rows, or in a ring.
-    """
-    by_stream = buffer._writer.kind in ("lanes", "episodes")
-    return by_stream and storage.recovery is None and not getattr(storage, "dedup_next", False)
+    """Return whether rows that are taken leave the storage at once. They cannot in a ring."""
+    try:
+        check_removable(storage, "")
+    except ValueError:
+        return False
+    return buffer._writer.kind in ("lanes", "episodes")
 
 
 def _columns(storage: Any) -> ColumnStorage:

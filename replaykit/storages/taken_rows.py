@@ -42,6 +42,8 @@ def row_ids(storage: ColumnStorage, elements: Array) -> Array:
 
 def taken(storage: ColumnStorage, elements: Array) -> Array:
     """Return whether the rows at elements ``[K]`` were taken, bool ``[K]``."""
+    if not _in_use(storage):
+        return np.zeros(len(elements), bool)
     return np.asarray(_table(storage)[elements] == row_ids(storage, elements) + 1)
 
 
@@ -59,7 +61,7 @@ def taken_mask(storage: Any) -> torch.Tensor | None:
     if not getattr(storage, "initialized", False) or not storage.ledger.length:
         return None
     elements = np.arange(storage.ledger.length * storage.lanes.numel())
-    mask = taken(storage, elements) if _in_use(storage) else np.zeros(0, bool)
+    mask = taken(storage, elements)
     return torch.from_numpy(mask) if mask.any() else None
 
 
@@ -151,6 +153,8 @@ class StreamQueues:
     def taken(self, lanes: Array) -> Array:
         """Return how many rows of streams were taken, int64 ``[K]``. Cost: O(K log rows)."""
         low, high = np.zeros(len(lanes), np.int64), self.sizes[lanes].copy()
+        if not _in_use(self._storage):
+            return low
         while (left := np.flatnonzero(low < high)).size:
             middle = (low[left] + high[left]) // 2
             gone = taken(self._storage, self.elements(lanes[left], middle))
