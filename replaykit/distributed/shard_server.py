@@ -62,7 +62,7 @@ class ShardHolder:
         self._terms = recipe.terms
         self._before = 0  # rows written before row id 0 of the ledger
         self._loaded: tuple[str, ReplayBuffer] | None = None
-        self._saving: dict[str, Future[object]] = {}
+        self._saving: dict[str, Future[Any]] = {}
         self._savers = ThreadPoolExecutor(thread_name_prefix=f"replaykit-save-{shard}")
         self._next_save = time.monotonic() + recipe.checkpoint_interval
         self._emptied = False
@@ -203,12 +203,13 @@ class ShardHolder:
                     taken.set_result(self.facts())
             return snapshot
 
-        taken: Future[ShardFacts] = Future()
-        saving = self._saving[token] = self._savers.submit(save_snapshot, path, snapshot_of)
-        wait((taken, saving), return_when=FIRST_COMPLETED)
+        taken: Future[Any] = Future()
+        self._saving[token] = self._savers.submit(save_snapshot, path, snapshot_of)
+        wait((taken, self._saving[token]), return_when=FIRST_COMPLETED)
         if not taken.done():
             self.finish_save(token)
-        return taken.result()
+        found: ShardFacts = taken.result()
+        return found
 
     def finish_save(self, token: str) -> None:
         """Wait until the files of this save are written.

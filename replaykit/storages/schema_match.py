@@ -89,7 +89,7 @@ class Matcher:
             kinds = [torch.int64, *([torch.bool] * (len(used) - 1))]
             sizes = [leaf.shape.numel() * leaf.dtype.itemsize for leaf in leaves]
             if [leaf.dtype for leaf in leaves] != kinds or sizes[0] != 8:
-                used = sizes = []
+                used, sizes = [], []
             places = [self.paths.index(path) for path in used]
             self._episode_columns = lane_key, places, sizes
         return self._episode_columns[1:]
