@@ -100,7 +100,7 @@ class WindowsOfZarr(Contender):
             raise Unavailable(str(error)) from error
         random = np.random.default_rng(0)
         path = self._folder / "set.zarr"
-        self.arrays = {
+        self.arrays: dict[str, Any] = {
             "img": random.integers(0, 8, (self.rows, 96, 96, 3), dtype=np.uint8),
             "action": random.standard_normal((self.rows, 7)).astype(np.float32),
         }
@@ -120,7 +120,7 @@ class WindowsOfZarr(Contender):
             unit = Windows({keys[name]: range(*span) for name, span in SPANS.items()})
             self.buffer = CorpusExperienceReplay(data.published, BATCH, sample_unit=unit)
         else:
-            self.stored = dict(zarr.open_group(path, mode="r")["data"].arrays())
+            self.stored: dict[str, Any] = dict(zarr.open_group(path, mode="r")["data"].arrays())
 
     def item(self, at: int) -> dict[str, Any]:
         """Return the windows of one row."""
