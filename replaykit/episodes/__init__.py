@@ -8,9 +8,9 @@ from replaykit.episodes.episode_laws import (
     WINDOWS,
     CountLaw,
     EndReason,
+    Found,
     Head,
     Needs,
-    Windows,
 )
 from replaykit.episodes.index import EpisodeIndex
 from replaykit.episodes.streams import StreamEpisodes
@@ -25,8 +25,8 @@ __all__ = [
     "CutMarks",
     "EndReason",
     "EpisodeIndex",
+    "Found",
     "Head",
     "Needs",
     "StreamEpisodes",
-    "Windows",
 ]

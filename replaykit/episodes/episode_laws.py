@@ -24,7 +24,6 @@ __all__ = [
     "Found",
     "Head",
     "Needs",
-    "Windows",
 ]
 
 
@@ -93,10 +92,6 @@ class Found(NamedTuple):
     rows: Array
     count: Array  # type: ignore[assignment]
     rest: Array
-
-
-Windows = Found
-"""Windows that were looked up by number."""
 
 
 class EpisodeTable(NamedTuple):

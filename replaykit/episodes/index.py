@@ -15,8 +15,8 @@ from replaykit.episodes.episode_laws import (
     WINDOWS,
     CountLaw,
     EndReason,
+    Found,
     Head,
-    Windows,
 )
 from replaykit.episodes.streams import (
     ColumnReader,
@@ -676,7 +676,7 @@ class EpisodeIndex:
         """Return the sum of ``totals``."""
         return self._streams.total(law, kind)
 
-    def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
+    def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Look up windows by number, which counts in the order of lanes, then of time."""
         return self._streams.find(law, kind, number)
 

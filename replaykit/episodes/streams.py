@@ -11,7 +11,7 @@ import torch
 
 from replaykit import native
 from replaykit.episodes.boundaries import BoundaryRule
-from replaykit.episodes.episode_laws import CountLaw, EpisodeTable, Head, Windows
+from replaykit.episodes.episode_laws import CountLaw, EpisodeTable, Found, Head
 from replaykit.native import row_stride
 from replaykit.structure import Path
 
@@ -524,12 +524,12 @@ class StreamEpisodes:
         self.arrange()
         return self._total(law.key, kind)
 
-    def find(self, law: CountLaw, kind: int, number: Array) -> Windows:
+    def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Look up windows, episodes or rows by number, int64 ``[K]``."""
         self.arrange()
         out = np.empty((5, len(number)), np.int64)
         self._find(law.key, kind, number, out)
-        return tuple.__new__(Windows, out)
+        return tuple.__new__(Found, out)
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit import native
-from replaykit.episodes import Head, Windows
+from replaykit.episodes import Found, Head
 from replaykit.episodes.episode_laws import CONTINUES
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import one_of
@@ -176,29 +176,29 @@ class EpisodeMasses(Anchors):
 
     # -- the measure ----------------------------------------------------------------------------
 
-    def windows(self, episode: Array, rest: Array) -> Windows:
+    def windows(self, episode: Array, rest: Array) -> Found:
         """Return windows of episodes, given by their numbers in ``data``."""
         lane, base, rows, count = self._read_facts(episode)[:4]
-        return Windows(lane, base, rows, count, rest)
+        return Found(lane, base, rows, count, rest)
 
     def _read_facts(self, episode: Array) -> Array:
         """Return the facts of episodes that are drawn, int64 ``[6, K]``."""
         self._drawn, self._drawn_facts = episode, self._facts.take(episode, 0).T.copy()
         return self._drawn_facts
 
-    def numbered(self, number: Array) -> Windows:
+    def numbered(self, number: Array) -> Found:
         episode = np.searchsorted(self._upto, number, side="right")
         return self.windows(episode, number - self._upto[episode] + self._facts[episode, 3])
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         x = torch.from_numpy(point * self._tree.total)
         found, mass = self._tree.find(x)
         part = (x - self._tree.reduce(torch.zeros_like(found), found)) / mass
         lane, base, rows, count = self._read_facts(found.numpy())[:4]
         rest = floor_below(part.clamp(0.0, 1.0).numpy() * count, count)
-        return Windows(lane, base, rows, count, rest)
+        return Found(lane, base, rows, count, rest)
 
-    def independent(self, count: int, generator: torch.Generator | None) -> Windows:
+    def independent(self, count: int, generator: torch.Generator | None) -> Found:
         return self.at(uniform(count, generator))
 
     def rows(
@@ -218,11 +218,11 @@ class EpisodeMasses(Anchors):
         self._drawn, self._drawn_facts = found[0], found[1:]
         return rows[0], rows[1]
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         episode = self.episodes_of(found)
         return self._tree[torch.from_numpy(episode)].numpy() / found.count
 
-    def episodes_of(self, found: Windows) -> Array:
+    def episodes_of(self, found: Found) -> Array:
         """Return the numbers of the episodes of windows."""
         number = self.numbers_at(found.base, found.lane)
         self._read_facts(number)
@@ -291,7 +291,7 @@ class _ChosenOrder(EpisodeOrder):
         self.ends = np.cumsum(self.per_lane)
         self.count = len(self._number)
 
-    def find(self, number: Array) -> Windows:
+    def find(self, number: Array) -> Found:
         return self.masses.windows(self._number[number], np.zeros(len(number), np.int64))
 
 

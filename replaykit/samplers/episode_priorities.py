@@ -16,7 +16,7 @@ from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 from replaykit.storages.indexing import elements_of
 
 if TYPE_CHECKING:
-    from replaykit.episodes import CountLaw, EpisodeIndex, Windows
+    from replaykit.episodes import CountLaw, EpisodeIndex, Found
     from replaykit.samplers.episode_measures import Predicate
     from replaykit.samplers.priority_table import PriorityTable
     from replaykit.samplers.slice_arguments import Boundaries
@@ -167,7 +167,7 @@ class PriorityMasses(EpisodeMasses):
             self._upto = np.cumsum(np.where(self._mass > 0, windows, 0))
             self.count = int(self._upto[-1])
 
-    def drawn(self, draw: str, count: int, generator: torch.Generator | None) -> Windows:
+    def drawn(self, draw: str, count: int, generator: torch.Generator | None) -> Found:
         """Draw up to ``count`` windows."""
         if draw == "without_replacement":
             found = without_replacement(self, min(count, self.count), generator)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from replaykit.declared import Count, encode_state, within
-from replaykit.episodes import EpisodeIndex, Windows
+from replaykit.episodes import EpisodeIndex, Found
 from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.slices import SliceSampler
 from replaykit.samplers.slicing import SliceRequest
@@ -58,7 +58,7 @@ class _RoundRobinSlices(SliceSampler):
         """The number of times that the draws have gone through all episodes."""
         return self._passes
 
-    def _draw(self, request: SliceRequest, anchors: Anchors) -> Windows:
+    def _draw(self, request: SliceRequest, anchors: Anchors) -> Found:
         assert isinstance(anchors, EpisodeMasses)
         ids, number = self._ordered(anchors)
         self._resolve(request.episodes)

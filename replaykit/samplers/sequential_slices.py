@@ -11,7 +11,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.declared import encode_state, within
-from replaykit.episodes import Windows
+from replaykit.episodes import Found
 from replaykit.errors import NotEnoughData
 from replaykit.keywords import whole_number
 from replaykit.samplers.episode_measures import chosen_order
@@ -108,14 +108,14 @@ class _SequentialSlices(SliceSampler):
             self._passes += wraps
             return index, info
 
-    def _next(self, request: SliceRequest, storage: Storage) -> tuple[Windows, int]:
+    def _next(self, request: SliceRequest, storage: Storage) -> tuple[Found, int]:
         """Return the next windows, and how often the oldest window followed the newest.
 
         Windows occur several times if a batch has more windows than there are.
         """
         order = chosen_order(self._weighed, storage, request.episodes, request.law)
         cursor = self._resume_at(request, storage)
-        parts: list[Windows] = []
+        parts: list[Found] = []
         missing, wraps = request.slices, 0
         while missing:
             found = self._from(request, order, storage, cursor, missing)
@@ -126,7 +126,7 @@ class _SequentialSlices(SliceSampler):
                     raise self._off_grid(request)
                 wraps += 1
                 cursor = None
-        return Windows(*(np.concatenate(part) for part in zip(*parts, strict=True))), wraps
+        return Found(*(np.concatenate(part) for part in zip(*parts, strict=True))), wraps
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         request, _ = self._prepare(storage, batch_size)
@@ -139,7 +139,7 @@ class _SequentialSlices(SliceSampler):
         text = f"none that begins a multiple of {stride} rows after its episode does"
         return self._slicing.refuse(request, self.needs, text)
 
-    def _advance(self, found: Windows, request: SliceRequest, storage: Storage) -> None:
+    def _advance(self, found: Found, request: SliceRequest, storage: Storage) -> None:
         """Continue after these windows at the next draw."""
         time = (found.base + found.rest)[-1:]
         element = int(request.episodes.element(time, found.lane[-1:])[0])
@@ -175,7 +175,7 @@ class _SequentialSlices(SliceSampler):
         storage: Storage,
         cursor: _Resume | None,
         count: int,
-    ) -> Windows:
+    ) -> Found:
         """Return up to ``count`` windows after a cursor, up to the newest window."""
         lanes = np.nonzero(order.per_lane)[0]
         until = order.ends[lanes]
@@ -200,7 +200,7 @@ class _SequentialSlices(SliceSampler):
             if len(live) > 1:
                 age = self._ages(request, storage, found.base, found.lane)
                 by_age = np.lexsort((found.lane, age))[: count - have]
-                found = Windows(*(field[by_age] for field in found))
+                found = Found(*(field[by_age] for field in found))
                 source = source[by_age]
             at[live] += np.bincount(source, minlength=len(live))
             windows = self._grid(request, found, None)
@@ -208,8 +208,8 @@ class _SequentialSlices(SliceSampler):
             have += len(windows.base)
         if not parts:
             nothing = np.zeros(0, np.int64)
-            return Windows(nothing, nothing, nothing, nothing, nothing)
-        return Windows(*(np.concatenate(part)[:count] for part in zip(*parts, strict=True)))
+            return Found(nothing, nothing, nothing, nothing, nothing)
+        return Found(*(np.concatenate(part)[:count] for part in zip(*parts, strict=True)))
 
     def _after(
         self,
@@ -246,7 +246,7 @@ class _SequentialSlices(SliceSampler):
         cursor: _Resume,
         lanes: Array,
         at: Array,
-    ) -> Windows | None:
+    ) -> Found | None:
         """Return the windows of the cursor's episode that come after the cursor."""
         before = at > order.ends[lanes] - order.per_lane[lanes]
         if cursor.time is not None or not _interleaved(request):
@@ -255,14 +255,14 @@ class _SequentialSlices(SliceSampler):
         own = self._ages(request, storage, found.base, found.lane) == cursor.age
         if not own.any():
             return None
-        found = Windows(*(field[own] for field in found))
+        found = Found(*(field[own] for field in found))
         if found.rows[0] < request.window.least and not cursor.include:
             return None
         # If the cursor's row is gone, all stored rows of its episode come after it.
         after = found.base if cursor.time is None else cursor.time + (0 if cursor.include else 1)
         return self._grid(request, found, after)
 
-    def _grid(self, request: SliceRequest, found: Windows, least: Array | None) -> Windows:
+    def _grid(self, request: SliceRequest, found: Found, least: Array | None) -> Found:
         """Return the windows of episodes, in order, from ``least`` on."""
         window, stride = request.window, self._step or request.window.length
         begin = request.episodes.begins(found.base, found.lane)
@@ -277,7 +277,7 @@ class _SequentialSlices(SliceSampler):
         step = np.arange(len(source)) - np.repeat(np.cumsum(number) - number, number)
         rest = (first - found.base)[source] + step * stride
         lane, base, rows, count = (field[source] for field in found[:4])
-        return Windows(lane, base, rows, count, rest)
+        return Found(lane, base, rows, count, rest)
 
     # -- notifications ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadOnce
 from replaykit.declared import Count
-from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Windows
+from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Found
 from replaykit.keywords import checked_keywords, named_after, one_of
 from replaykit.samplers.episode_measures import (
     Coverage,
@@ -628,7 +628,7 @@ class SliceSampler(Sliced):
         self._known, self._version = MEASURES[self._base](episodes, law), version
         return self._known
 
-    def _draw(self, request: SliceRequest, anchors: Anchors) -> Windows:
+    def _draw(self, request: SliceRequest, anchors: Anchors) -> Found:
         count, generator = request.slices, self.generator
         if self.draw == "without_replacement":
             return without_replacement(anchors, min(count, anchors.count), generator)
@@ -641,7 +641,7 @@ class SliceSampler(Sliced):
         if newest == count:
             return recent
         rest = one(anchors, count - newest, generator)
-        return Windows(*(np.concatenate(pair) for pair in zip(recent, rest, strict=True)))
+        return Found(*(np.concatenate(pair) for pair in zip(recent, rest, strict=True)))
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)

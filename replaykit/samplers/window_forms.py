@@ -10,7 +10,7 @@ import torch
 
 from replaykit import native
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
-from replaykit.episodes import CountLaw, EpisodeIndex, Windows
+from replaykit.episodes import CountLaw, EpisodeIndex, Found
 from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
@@ -372,7 +372,7 @@ class Window:
 
     # -- from numbers to rows -------------------------------------------------------------------
 
-    def cut(self, found: Windows) -> Cut:
+    def cut(self, found: Found) -> Cut:
         """Return the rows of the windows ``found``."""
         if self.plain:
             return Cut(found.lane, found.base + found.rest, None)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, EpisodeIndex, Needs, Windows
+from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, EpisodeIndex, Found, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -145,7 +145,7 @@ class EpisodeOrder:
         self.ends = np.cumsum(self.per_lane)
         self.count = int(self.ends[-1]) if len(self.ends) else 0
 
-    def find(self, number: Array) -> Windows:
+    def find(self, number: Array) -> Found:
         """Return the windows of episodes by number, int64 ``[K]`` in ``[0, count)``."""
         return self.index.find(self.law, EPISODES, number)
 
@@ -210,27 +210,27 @@ class Anchors:
         # Differences between window numbers in the index and in this object, by lane.
         self._shift = None if newest is None else np.cumsum(stored) - self._ends
 
-    def numbered(self, number: Array) -> Windows:
+    def numbered(self, number: Array) -> Found:
         """Return windows by number, int64 ``[K]`` in ``[0, count)``."""
         if self._shift is not None:
             number = number + self._shift[np.searchsorted(self._ends, number, side="right")]
         return self.index.find(self.law, WINDOWS, number)
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         """Return the windows at points float64 ``[K]`` in [0, 1) of the distribution."""
         raise NotImplementedError
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         """Return the probabilities of windows up to a common factor, float64 ``[K]``."""
         raise NotImplementedError
 
-    def independent(self, count: int, generator: torch.Generator | None) -> Windows:
+    def independent(self, count: int, generator: torch.Generator | None) -> Found:
         """Draw windows independently, with replacement."""
         if self.uniform:
             return self.numbered(integers(self.count, count, generator))
         return self.at(uniform(count, generator))
 
-    def _by_mass(self, point: Array) -> Windows:
+    def _by_mass(self, point: Array) -> Found:
         """Do the same as ``at``, for few windows: find all windows and add their masses."""
         found = self.numbered(np.arange(self.count))
         new = np.ones(self.count, bool)
@@ -247,10 +247,10 @@ class PerWindow(Anchors):
 
     uniform = True
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         return self.numbered(floor_below(point * self.count, self.count))
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         return np.ones(len(found.base))
 
 
@@ -260,7 +260,7 @@ class PerTrajectory(Anchors):
     ``P(a) = 1 / J' * 1 / (windows of j)`` for a window of episode j.
     """
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         if self.newest is not None:
             return self._by_mass(point)
         episodes = int(self.index.totals(self.law, EPISODES).sum())
@@ -269,7 +269,7 @@ class PerTrajectory(Anchors):
         found = self.index.find(self.law, EPISODES, number)
         return found._replace(rest=floor_below((scaled - number) * found.count, found.count))
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         return 1.0 / found.count
 
 
@@ -280,7 +280,7 @@ class PerTransition(Anchors):
     Episodes without a window are left out.
     """
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         if self.newest is not None:
             return self._by_mass(point)
         rows = int(self.index.totals(self.law, ROWS).sum())
@@ -290,10 +290,10 @@ class PerTransition(Anchors):
         part = (found.rest + (scaled - number)) / self._stored(found)
         return found._replace(rest=floor_below(part * found.count, found.count))
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         return self._stored(found) / found.count
 
-    def _stored(self, found: Windows) -> Array:
+    def _stored(self, found: Found) -> Array:
         first, last = self.index.spans(found.base, found.lane)
         return np.asarray(last - first + 1)
 
@@ -309,18 +309,18 @@ class PerLane(Anchors):
         self.lanes = np.nonzero(self.per_lane)[0]
         """The lanes that have a window."""
 
-    def at(self, point: Array) -> Windows:
+    def at(self, point: Array) -> Found:
         scaled = point * len(self.lanes)
         number = floor_below(scaled, len(self.lanes))
         return self.in_lane(self.lanes[number], scaled - number)
 
-    def in_lane(self, lane: Array, point: Array) -> Windows:
+    def in_lane(self, lane: Array, point: Array) -> Found:
         """Return windows of given lanes, int64 ``[K]``, at points in [0, 1)."""
         count = self.per_lane[lane]
         number = self._ends[lane] - count + floor_below(point * count, count)
         return self.numbered(number)
 
-    def mass(self, found: Windows) -> Array:
+    def mass(self, found: Found) -> Array:
         return 1.0 / self.per_lane[found.lane]
 
 
@@ -365,12 +365,12 @@ def integers(limit: int, count: int, generator: torch.Generator | None) -> Array
     return found
 
 
-def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Found:
     """Draw windows independently, with replacement."""
     return anchors.independent(count, generator)
 
 
-def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Found:
     """Draw one window in each of ``count`` parts of equal mass, in order.
 
     With ``PerLane``, all lanes get the same number of draws. The remaining draws go to distinct
@@ -381,7 +381,7 @@ def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) 
     return anchors.at((np.arange(count) + uniform(count, generator)) / count)
 
 
-def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator | None) -> Windows:
+def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator | None) -> Found:
     rounds, rest = divmod(count, len(anchors.lanes))
     device = "cpu" if generator is None else generator.device
     more = torch.randperm(len(anchors.lanes), generator=generator, device=device)[:rest]
@@ -396,7 +396,7 @@ def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator |
     return anchors.in_lane(anchors.lanes[lane], point)
 
 
-def without_replacement(anchors: Anchors, count: int, generator: torch.Generator | None) -> Windows:
+def without_replacement(anchors: Anchors, count: int, generator: torch.Generator | None) -> Found:
     """Draw windows without replacement; ``count`` is at most the number of windows.
 
     Repeated windows are dropped and replaced by further draws. This would take long after most of
@@ -420,18 +420,18 @@ def without_replacement(anchors: Anchors, count: int, generator: torch.Generator
         everything = anchors.numbered(np.arange(anchors.count))
         key = -np.log1p(-uniform(anchors.count, generator)) / anchors.mass(everything)
         order = np.argsort(key, kind="stable")
-        drawn = _joined(drawn, Windows(*(field[order] for field in everything)))
-    return Windows(*(field[:count] for field in drawn))
+        drawn = _joined(drawn, Found(*(field[order] for field in everything)))
+    return Found(*(field[:count] for field in drawn))
 
 
-def _none() -> Windows:
+def _none() -> Found:
     nothing = np.zeros(0, np.int64)
-    return Windows(nothing, nothing, nothing, nothing, nothing)
+    return Found(nothing, nothing, nothing, nothing, nothing)
 
 
-def _joined(drawn: Windows, more: Windows) -> Windows:
+def _joined(drawn: Found, more: Found) -> Found:
     """Return the windows of both in order, each only at its first occurrence."""
-    both = Windows(*(np.concatenate(pair) for pair in zip(drawn, more, strict=True)))
+    both = Found(*(np.concatenate(pair) for pair in zip(drawn, more, strict=True)))
     keys = np.stack([both.lane, both.base, both.rest], 1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
-    return Windows(*(field[first] for field in both))
+    return Found(*(field[first] for field in both))
