@@ -23,6 +23,7 @@ from replaykit import SliceSampler
 from replaykit.datasets import pull, push
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
+from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
 from tests.datasets.converted import files_of
@@ -207,7 +208,7 @@ def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
         "outside": {**manifest, "group_file": {**manifest["group_file"], "file": "../x"}},
     }
     if name in manifest_of:
-        said = {"version": "has format version 99.*'replaykit-format-2'", "outside": "is damaged"}
+        said = {"version": f"has format version 99.*'{FORMAT_TAG}'", "outside": "is damaged"}
         return {"manifest.json": json.dumps(manifest_of[name]).encode()}, said[name]
     return {
         "column": ({"action.memmap": flipped}, "another action.memmap than its manifest"),

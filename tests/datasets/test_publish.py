@@ -72,7 +72,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "manifest of zeros": (lambda t: (t / "manifest.json").write_bytes(bytes(900)), "not JSON"),
     "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not the manifest of a"),
-    "newer version": (lambda t: edit(t, lambda m: m.update(format_version=3)), "version 3"),
+    "newer version": (lambda t: edit(t, lambda m: m.update(format_version=99)), "version 99"),
     "other rows": (lambda t: edit(t, lambda m: m.update(rows=5)), "is damaged"),
     "other batch": (
         lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])),

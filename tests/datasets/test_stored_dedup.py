@@ -161,7 +161,7 @@ def test_damaged_data_set_is_refused(tmp_path, fault):
         said["finals"][0]["key"] = ["next", "nothing"]
         manifest.write_text(json.dumps(said))
     else:
-        manifest.write_text(json.dumps({**said, "format_version": 3}))
+        manifest.write_text(json.dumps({**said, "format_version": 99}))
     with pytest.raises(RuntimeError, match="is not a complete data set"):
         open_dataset(tmp_path / "data")
 
