@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -19,7 +20,12 @@ import torch
 av = pytest.importorskip("av", reason="needs the extra lerobot")
 pytest.importorskip("pyarrow", reason="needs the extra lerobot")
 
-from replaykit import ImageScale, LeRobotExperienceReplay, SliceSampler  # noqa: E402
+from replaykit import (  # noqa: E402
+    ImageScale,
+    LeRobotExperienceReplay,
+    SliceSampler,
+    Windows,
+)
 from replaykit.datasets import Policies, convert, load_dataset  # noqa: E402
 from replaykit.datasets import open as open_dataset  # noqa: E402
 from replaykit.datasets.encoded_frames import FrameFiles, video_index  # noqa: E402
@@ -33,6 +39,7 @@ from replaykit.errors import CorpusError  # noqa: E402
 from replaykit.inspection import opened, repair, validate  # noqa: E402
 from replaykit.testing import make_lerobot  # noqa: E402
 from replaykit.testing.lerobot_sets import write_video  # noqa: E402
+from replaykit_command import main  # noqa: E402
 from tests.datasets.families.conftest import SHARED  # noqa: E402
 from tests.datasets.families.lerobot_reader import (  # noqa: E402
     EPISODES,
@@ -128,6 +135,13 @@ def test_every_class_and_loader_decodes(sound: Path, tmp_path: Path) -> None:
     for batch in (data.sample(), *data.dataloader(workers=2, steps=4, seed=1)):
         expected = items[batch["index"].numpy()] / np.float32(255)
         assert np.allclose(batch[TOP].numpy(), expected, atol=1e-6)
+    again = pickle.loads(pickle.dumps(data))
+    assert torch.equal(again[3:9][TOP], data[3:9][TOP])
+    windows = Windows({TOP: [-0.1, 0.0], ("action",): [0.0, 0.1]}, unit="seconds")
+    batch = open_dataset(tmp_path / "me/set", 6, transform=windows).sample()
+    at = batch["index"].numpy()
+    starts = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)[at]
+    assert np.array_equal(batch[TOP].numpy(), items[np.stack([np.maximum(at - 1, starts), at], 1)])
     split = LeRobotExperienceReplay("me/set", 2, source=sound, root=tmp_path, split_trajs=True)
     rows = split[:]
     assert np.array_equal(rows[TOP][rows["mask"]].numpy(), items)
@@ -445,3 +459,27 @@ def test_mutated_sets_are_refused_or_right(seed: int, tmp_path: Path) -> None:
         return
     check_items(data, items_of(folder))
     assert torch.isfinite(rows["observation", "state"]).all(), what
+
+
+def test_commands_convert_inspect_validate_and_repair(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: object) -> tuple[int, Any]:
+        code = main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    code, said = run("convert", copied, "--to", tmp_path / "data")
+    assert (code, said["layout"], said["rows"]) == (0, "lerobot", sum(LENGTHS))
+    code, said = run("convert", copied, "--to", tmp_path / "px", "--layout", "lerobot-pixels")
+    assert (code, said["layout"]) == (0, "lerobot-pixels")
+    code, said = run("inspect", copied)
+    assert (code, said["kind"], said["rows"]) == (0, "table", sum(LENGTHS))
+    of_info(lambda info: info.update(total_frames=1))(copied)
+    assert run("validate", copied)[0] == 1
+    code, said = run("repair", copied)
+    assert (code, said["changes"]) == (0, ["meta/info.json: total_frames is 19, not 1"])
+    assert run("validate", copied)[0] == 0
+    FAULTS["timestamp"][0](copied)
+    of_info(lambda info: info.update(total_frames=1))(copied)
+    code, said = run("repair", copied)
+    assert (code, said["error"]["message"][-5:]) == (3, "[V72]")
