@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -168,6 +169,7 @@ class LeRobotFrames:
         }
         self._report_totals()
         self.attached: dict[str, Path] = {}
+        self._counts: dict[str, Counter[str]] = {}
         self._find_videos()
         self._joined: dict[str, list[EpisodeMoments]] = {}
 
@@ -269,11 +271,7 @@ class LeRobotFrames:
         if files.stops is None:
             expected = int(of.lengths[position])
         else:
-            name = files.files[position]
-            expected = int(sum(
-                length for own, length in zip(files.files, of.lengths.tolist(), strict=True)
-                if own == name
-            ))  # fmt: skip
+            expected = self._frames_of(feature.name)[files.files[position]]
             seconds = float(files.stops[position] - files.starts[position])
             drift = seconds - int(of.lengths[position]) / of.fps
             if abs(drift) > 0.5 / of.fps:
@@ -285,6 +283,15 @@ class LeRobotFrames:
         if len(found.times) != expected:
             what = f"it has {len(found.times)} frames, expected {expected}"
             raise where.error(what, "V73")
+
+    def _frames_of(self, feature: str) -> Mapping[str, int]:
+        """Return the number of frames that the episodes of each video file have together."""
+        if feature not in self._counts:
+            own = self._counts[feature] = Counter[str]()
+            lengths = self._set.lengths.tolist()
+            for name, length in zip(self._set.videos[feature].files, lengths, strict=True):
+                own[name] += length
+        return self._counts[feature]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -333,9 +340,10 @@ class LeRobotFrames:
                 if not each.is_encoded
             }
         checks = LeRobotChecks(of, self._judge, self.location, name, positions, values)
-        at = [checks.positions.index(each) for each in kept if each in set(checks.positions)]
-        if len(at) < len(kept):
+        places = {position: at for at, position in enumerate(checks.positions)}
+        if not places.keys() >= set(kept):
             return
+        at = [places[position] for position in kept]
         starts, lengths = checks.starts[at], of.lengths[list(kept)]
         self._check_stats(list(kept), values, starts, lengths)
         is_whole = len(at) and int(lengths.sum()) == len(table)

@@ -242,7 +242,7 @@ def features_of(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, 
             names = facts.get("names") or ()
             if len(shape) != 3:
                 raise ValueError(f"the feature {name!r} has the shape {shape}, expected (H, W, C)")
-            if names and str(names[0]).startswith("channel"):
+            if names and str(names[0]).startswith("c"):
                 shape = (*shape[1:], shape[0])
         elif dtype in ("string", "language"):
             left_out.append({"key": name, "why": f"values of the dtype {dtype} are not stored"})
@@ -429,7 +429,8 @@ class _EpisodeFile:
 
 def _rows_of(column: Any) -> Any:
     """Return a column of lists as ``[n, width]``, or as lists of several lengths."""
-    if str(column.type) in ("list<element: double>", "list<item: double>") and len(column):
+    is_list = str(column.type).startswith("list<")
+    if is_list and str(column.type.value_type) in ("double", "int64") and len(column):
         widths = np.diff(column.offsets.to_numpy())
         if not column.null_count and (widths == widths[0]).all():
             return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
