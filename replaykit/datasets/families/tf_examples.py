@@ -106,7 +106,7 @@ class Example:
     Example:
         >>> from replaykit.datasets.families.tf_examples import Example
         >>> number = b"\\x0a\\x01a\\x12\\x05\\x1a\\x03\\x0a\\x01\\x07"
-        >>> example = Example(memoryview(b"\\x0a\\x0d\\x0a\\x0b" + number))
+        >>> example = Example(memoryview(b"\\x0a\\x0c\\x0a\\x0a" + number))
         >>> example.names, example.integers("a")
         (['a'], array([7]))
     """
