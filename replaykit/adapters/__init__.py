@@ -1,4 +1,4 @@
-"""Connections to other libraries: Stable-Baselines3, Gymnasium, Minari, d3rlpy, robomimic.
+"""Connections to other libraries: Stable-Baselines3, Gymnasium, LeRobot, Minari, Zarr.
 
 Each name is imported at its first use, so the room needs none of these libraries by itself.
 """

@@ -43,7 +43,7 @@ def to_lerobot(
     path: str | os.PathLike[str],
     *,
     fps: int,
-    task: str | Sequence[str] = "",
+    task: str | Sequence[str] | None = None,
     robot_type: str | None = None,
     video: bool = False,
     overwrite: bool = False,
@@ -65,7 +65,8 @@ def to_lerobot(
         data: a buffer or data set.
         path: the folder. Missing parents are made.
         fps: frames per second.
-        task: the task in words, for all episodes or for each episode.
+        task: the task in words, for all episodes or for each episode. The default is the task of a
+            data set that was converted from LeRobot, and otherwise no text.
         robot_type: the type of robot, which is stored.
         video: True to store images as MP4 (H.264). This is lossy: the pixels change.
         overwrite: whether to replace an existing LeRobotDataset, in one step at the end.
@@ -107,6 +108,7 @@ def to_lerobot(
     if type(fps) is not int or fps < 1:
         raise ValueError(f"expected fps as a positive integer, got {fps!r}")
     source = ExportSource(data, "LeRobot", whole=False)
+    task = _tasks_of(data) if task is None else task
     tasks = [task] * len(source) if isinstance(task, str) else list(task)
     if len(tasks) != len(source) or not all(isinstance(each, str) for each in tasks):
         raise ValueError(
@@ -118,6 +120,18 @@ def to_lerobot(
     with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
         _Writer(draft, source, fps, tasks, video).write(robot_type)
     return target
+
+
+def _tasks_of(data: ReplayBuffer[Any, Any, Any, Any]) -> str | list[str]:
+    """Return the task of each episode of a data set that was converted from LeRobot."""
+    published = getattr(data.storage, "published", None)
+    if published is None or ("task_index",) not in published.columns:
+        return ""
+    column = published.columns["task_index",]
+    texts = published.manifest.report["about"]["tasks"]
+    table: Any = data
+    numbers = column[table.episode_table["start"]].reshape(-1)
+    return [texts.get(str(number), "") for number in numbers.tolist()]
 
 
 class _Writer:

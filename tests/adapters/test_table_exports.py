@@ -225,7 +225,8 @@ def test_rows_in_many_chunks_are_written_once(rb, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("form", "layout"), [("lerobot", LEROBOT), ("zarr", ZARR)])
 def test_round_trips_keep_every_item(form, layout, rb, tmp_path):
     """Export, convert, export again: both sets of files have the same values."""
-    first = CALLS[form](rb, tmp_path / "a")
+    options = {"task": ["pull", "push", "pull"]} if form == "lerobot" else {}
+    first = CALLS[form](rb, tmp_path / "a", **options)
     data = convert(first, layout, tmp_path / "b")
     assert data.episodes.lengths.tolist() == list(LENGTHS)
     found, wanted = data[:], expected(rb)
@@ -239,6 +240,8 @@ def test_round_trips_keep_every_item(form, layout, rb, tmp_path):
         one, two = read_parquet(first), read_parquet(again)
         assert one.keys() == two.keys()
         assert [name for name in one if not same(two[name], one[name])] == []
+        files = [path / "meta/tasks.parquet" for path in (first, again)]
+        assert pq.read_table(files[0]).equals(pq.read_table(files[1]))
     else:
         one, two = (dict(zarr.open_group(p, mode="r")["data"].arrays()) for p in (first, again))
         assert one.keys() == two.keys()
@@ -302,6 +305,24 @@ def test_values_that_read_back_wrong_are_never_visible(form, rb, tmp_path, monke
     with pytest.raises(RuntimeError, match=r"a was not made: 'actions?' of episode 0 differs"):
         call(rb, tmp_path / "a")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("form", CALLS)
+def test_a_failed_export_keeps_the_old_one(form, overwrite, rb, tmp_path, monkeypatch):
+    if overwrite:
+        CALLS[form](rb, tmp_path / "a")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def failing(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_files, "sync_tree", failing)
+    with pytest.raises(OSError, match="No space"):
+        CALLS[form](rb, tmp_path / "a", overwrite=overwrite)
+    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == before
+    assert os.listdir(tmp_path) == ["a"] * overwrite
 
 
 KILLED = """
