@@ -595,6 +595,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         update_priority: bool | None = None,
         timeout: float | None = None,
         overwrite: bool = True,
+        tags: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Store a batch of rows.
 
@@ -610,13 +611,16 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                 unless ``overwrite`` is False.
             overwrite: if False, do not replace rows that ``take`` has not returned, but wait until
                 there is room for the whole batch. A waiting call holds no lock.
+            tags: values of the episodes of the rows, as for ``tag``; or None. Rows and tags are
+                stored together.
 
         Returns:
             The slot of each row, int64 ``[B]``. For ``ndim > 1`` the shape is ``[T * prod(lanes),
             ndim]``, with time first. The slot is -1 for a row that the writer refused.
 
         Raises:
-            SchemaError: keys, shapes or dtypes differ from the first write; a ValueError.
+            SchemaError: keys, shapes or dtypes differ from the first write; a ValueError. Also if a
+                tag differs from the first values of the tag.
             ValueError: priorities are NaN, negative or infinite, or there is not one per row. Also
                 if the rate limiter can never admit that many rows in one call.
             TypeError: the storage cannot hold a value.
@@ -643,10 +647,12 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         if not self._initialized:
             self._ready()
         if overwrite:
-            index = write.write_in_turn(self, data, timeout, False, update_priority)
+            index = write.write_in_turn(self, data, timeout, False, update_priority, tags=tags)
         else:
             with stream_rows.Room(self, timeout) as room:
-                index = write.write_in_turn(self, data, timeout, False, update_priority, room)
+                index = write.write_in_turn(
+                    self, data, timeout, False, update_priority, room, tags
+                )
         if self._observers is not None:
             self._observers.after_write(self)
         return index
@@ -1610,7 +1616,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
 
         A tag is a value of an episode. Its first value fixes shape and dtype, and episodes without
         a value have zeros. Tags may be set at any time while a row of the episode is stored. They
-        are part of checkpoints. Samplers choose episodes by tags (``SliceSampler(where=)``), the
+        are part of checkpoints and of commits. Samplers choose episodes by tags (``SliceSampler(where=)``), the
         transforms ``Tag`` and ``ExpandTag`` return them, and an EpisodeWriter protects episodes by
         a tag.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from replaykit._compat import TensorDictBase, is_tensordict
 from replaykit.buffer.draw import drop_draws
 from replaykit.buffer.priorities import written_priorities
+from replaykit.buffer.tags import check_tags, tag_written
 from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket, checked_timeout
 from replaykit.storages import Storage
@@ -76,9 +77,12 @@ def write_in_turn(
     single: bool,
     update_priority: bool | None,
     room: Any = None,
+    tags: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """Store a batch once the rate limiter admits it, and there is ``room`` (``Room``), if given."""
-    options: Any = {"single": single, "update_priority": update_priority, "room": room}
+    options: Any = {
+        "single": single, "update_priority": update_priority, "room": room, "tags": tags
+    }
     if timeout is not None:
         timeout = checked_timeout(timeout)
     if buffer._pace is None:
@@ -138,6 +142,7 @@ def store_rows(
     update_priority: bool | None = None,
     ticket: Ticket | None = None,
     room: Any = None,
+    tags: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     rows = buffer._writer.prepare(data, single=single, optional=(buffer._priority_key,))
     count = len(rows)
@@ -161,11 +166,11 @@ def store_rows(
         storage = buffer._storage
         with storage.lock:
             if storage is buffer._storage:  # not exchanged during the wait
-                return write_rows(buffer, storage, rows, count, single, priorities, ticket)
+                return write_rows(buffer, storage, rows, count, single, priorities, ticket, tags)
     while True:
         with buffer._locked(patient=True) as storage:
             if room is None or room.fits(storage, rows):
-                return write_rows(buffer, storage, rows, count, single, priorities, ticket)
+                return write_rows(buffer, storage, rows, count, single, priorities, ticket, tags)
         room.wait()
 
 
@@ -177,13 +182,18 @@ def write_rows(
     single: bool,
     priorities: torch.Tensor | None,
     ticket: Ticket | None,
+    tags: Mapping[str, Any] | None,
 ) -> torch.Tensor:
     """Write prepared rows, and inform the other components. The caller holds the lock."""
+    if tags is not None:
+        check_tags(storage, rows, tags)
     sampler, removed = buffer._sampler, storage.ledger.log.removed
     if sampler.consumes:
         index = buffer._writer.write_reusing(rows, sampler.free(storage, count))
     else:
         index = buffer._writer.write(rows)
+    if tags is not None:
+        tag_written(storage, index, tags)
     if single:
         sampler.add(index)
     else:

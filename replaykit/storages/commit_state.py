@@ -95,6 +95,7 @@ class CommittedState:
         begin, head: for the first episode of each lane, the place and the kind of its beginning.
         marks, codes: the cuts of streams.
         streams: four numbers for each interleaved stream.
+        tags: the result of ``EpisodeTags.packed``.
         more: count of the numbers that follow those of this object.
 
     Raises:
@@ -104,7 +105,7 @@ class CommittedState:
     cursor, length, next_position, cleared, by_stream = map(_Counter, range(5))
     positions, generations = map(_Counter, (5, 6))
     has_episodes, oldest, more = map(_Counter, (8, 9, 14))
-    counts, begin, head, marks, codes, streams = map(_List, range(1, 7))
+    counts, begin, head, marks, codes, streams, tags = map(_List, range(1, 8))
 
     def __init__(self, numbers: Array) -> None:
         if len(numbers) < _FIXED:
@@ -112,8 +113,8 @@ class CommittedState:
         # A memoryview reads and writes single numbers in a third of the time of an array.
         self.view: Any = numbers.data
         self.floats: Any = numbers.view(np.float64).data
-        marks, heads, streams, samplers, writers, more = (
-            self.view[at] for at in (7, 10, 11, 12, 13, 14)
+        marks, heads, streams, samplers, writers, more, tags = (
+            self.view[at] for at in (7, 10, 11, 12, 13, 14, 15)
         )
         sizes = (
             samplers * _PER_SAMPLER,
@@ -123,6 +124,7 @@ class CommittedState:
             marks,
             marks,
             streams * _PER_STREAM,
+            tags,
         )
         self.starts = list(accumulate(sizes, initial=_FIXED))
         own = self.starts[-1]
@@ -143,9 +145,10 @@ class CommittedState:
         *,
         priorities: list[CommittedPriorities],
         counts: list[int],
+        tags: Array | None = None,
         more: int = 0,
     ) -> CommittedState:
-        """Return the state of a ledger and of episode indexes (``EpisodeIndexes.known``)."""
+        """Return the state of a ledger, episode indexes (``EpisodeIndexes.known``) and tags."""
         known: Any = {"marks": (), "codes": (), "heads": None} if episodes is None else episodes
         heads = known["heads"] or {"oldest": 0, "begin": (), "head": ()}
         begin, marks = np.asarray(heads["begin"], np.int64), known["marks"]
@@ -166,10 +169,18 @@ class CommittedState:
             len(priorities),
             len(counts),
             more,
-            0,
+            0 if tags is None else len(tags),
             *(0 for _ in range(_PER_SAMPLER * len(priorities) + len(counts))),
         ]
-        lists = (fixed, begin, heads["head"], marks, known["codes"], streams)
+        lists = (
+            fixed,
+            begin,
+            heads["head"],
+            marks,
+            known["codes"],
+            streams,
+            () if tags is None else tags,
+        )
         state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
         state.set_parts(priorities, counts)
         return state
@@ -253,7 +264,8 @@ class CommittedState:
         for at in _MOVING:
             fixed[at] = known[at]
         cuts = slice(self.starts[4], self.starts[6])
-        return fixed == known and np.array_equal(self.numbers[cuts], before.numbers[cuts])
+        same = np.array_equal(self.numbers[cuts], before.numbers[cuts])
+        return fixed == known and same and np.array_equal(self.tags, before.tags)
 
 
 class PriorityKeeper(Protocol):

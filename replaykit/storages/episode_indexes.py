@@ -181,6 +181,16 @@ class EpisodeIndexes:
         self._load_tags()
         return self._tags
 
+    @property
+    def tag_number(self) -> int:
+        """A number that changes with each change of a tag."""
+        return self._tags.number
+
+    def follow_tags(self, numbers: Array) -> None:
+        """Replace all tags by the committed ones; see ``EpisodeTags.unpack``."""
+        if len(numbers) or self._tags.names:
+            self._tags.unpack(numbers)
+
     def data(self, priorities: Callable[[], Array] | None = None) -> EpisodeData:
         """Return the stored episodes of the default rule as columns.
 

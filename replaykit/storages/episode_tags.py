@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,7 @@ class EpisodeTags:
         self._ids = np.zeros(0, np.int64)
         self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
+        self._packed = 0, np.zeros(0, np.int64)  # the result of ``packed`` and its ``number``
 
     @property
     def names(self) -> list[str]:
@@ -91,15 +93,23 @@ class EpisodeTags:
             ValueError: a name is reserved.
             SchemaError: shape or dtype of a value differ from the first values of the tag.
         """
+        given = self.checked(values, len(ids))
+        at = self.places(ids, index)
+        for name, tensor in given.items():
+            self._column(name, tensor).numpy()[at] = tensor.numpy()
+        self.number += 1
+
+    def checked(self, values: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
+        """Return a tensor ``[count, *F]`` for each tag; raise as ``set`` does."""
         given = {}
         for name, value in values.items():
             if not isinstance(name, str) or name == DRAWS:
                 raise ValueError(f"expected another name of a tag than {name!r}")
             tensor = torch.as_tensor(value, device="cpu").detach()
             if not isinstance(value, torch.Tensor) or not tensor.ndim:
-                tensor = tensor.expand(len(ids), *tensor.shape)
+                tensor = tensor.expand(count, *tensor.shape)
             column = self._columns.get(name)
-            shape = [len(ids), *(tensor.shape[1:] if column is None else column.shape[1:])]
+            shape = [count, *(tensor.shape[1:] if column is None else column.shape[1:])]
             dtype = tensor.dtype if column is None else column.dtype
             if list(tensor.shape) != shape or tensor.dtype != dtype:
                 raise SchemaError(
@@ -107,10 +117,7 @@ class EpisodeTags:
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 )
             given[name] = tensor
-        at = self.places(ids, index)
-        for name, tensor in given.items():
-            self._column(name, tensor).numpy()[at] = tensor.numpy()
-        self.number += 1
+        return given
 
     def places(self, ids: Array, index: EpisodeIndex) -> Array:
         """Return the places of episodes in the columns, int64 ``[K]``; add missing ones.
@@ -188,6 +195,56 @@ class EpisodeTags:
         self._columns = {name: column[at].clone() for name, column in columns.items()}
         self.number += 1
         self.layout += 1
+
+    def packed(self) -> Array:
+        """Return the tags with the ids of the episodes as int64 numbers, for a commit.
+
+        The result is empty without tags. Counts of draws are not part of it.
+        """
+        if self._packed[0] == self.number:
+            return self._packed[1]
+        columns = {name: self._columns[name] for name in self.names}
+        kinds = [[name, dtype_name(c.dtype), list(c.shape[1:])] for name, c in columns.items()]
+        header = json.dumps([len(self._ids), kinds]).encode()
+        parts = [np.frombuffer(header, np.uint8), self._ids.view(np.uint8)]
+        parts += [c.contiguous().view(-1).view(torch.uint8).numpy() for c in columns.values()]
+        lengths = np.array([len(part) for part in parts], np.int64)
+        data = np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts])
+        found = np.concatenate([[len(parts)], lengths, data.view(np.int64)]) if kinds else data[:0]
+        self._packed = self.number, found.astype(np.int64, copy=False)
+        return self._packed[1]
+
+    def unpack(self, numbers: Array) -> None:
+        """Replace all tags by those of ``packed``, which may come from another process.
+
+        Raises:
+            ValueError: the numbers are not those of tags.
+        """
+        if not len(numbers):
+            ids, kinds, parts = self._ids[:0], [], []
+        else:
+            count = int(numbers[0])
+            lengths, data = numbers[1 : 1 + count], numbers[1 + count :].copy().view(np.uint8)
+            starts = np.cumsum(lengths + -lengths % 8) - (lengths + -lengths % 8)
+            header, ids, *parts = (
+                data[first : first + length]
+                for first, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+            )
+            rows, kinds = json.loads(bytes(header))
+            ids = ids.view(np.int64)
+            if len(ids) != rows or len(kinds) != len(parts):
+                raise ValueError(f"expected tags {kinds} of {rows} episodes, got {len(ids)}")
+        every = np.union1d(self._ids, ids)
+        at, draws = np.searchsorted(every, ids), torch.from_numpy(self.draws(every))
+        columns = {DRAWS: draws} if DRAWS in self._columns else {}
+        for (name, dtype, shape), part in zip(kinds, parts, strict=True):
+            values = torch.from_numpy(part).view(getattr(torch, dtype)).view(len(ids), *shape)
+            columns[name] = values.new_zeros(len(every), *shape)
+            columns[name][torch.from_numpy(at)] = values
+        self._ids, self._columns = every, columns
+        self.number += 1
+        self.layout += 1
+        self._packed = self.number, numbers.copy()
 
 
 class EpisodeData:

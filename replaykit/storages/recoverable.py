@@ -86,6 +86,7 @@ class Recovery:
         # True until the first commit after a recovery, which has cut open episodes.
         self._restarted = False
         self._counts: list[int] = []
+        self._tag_number = 0
         # Numbers that follow the committed state; see `hand_over`.
         self._more: tuple[int, ...] = ()
         # The targets of the journal with the rows, by the path of a leaf, or None for the records.
@@ -144,6 +145,7 @@ class Recovery:
         self.state, self._state_at = state, (ledger.next_position, ledger.cleared)
         self.seen, self._restarted = ledger.log.number, restarted
         self._counts = self._write_counts()
+        self._tag_number = self.storage.indexes.tag_number
 
     @property
     def writable(self) -> bool:
@@ -292,8 +294,8 @@ class Recovery:
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        number, priorities = ledger.log.number, []
-        changed = self._table_changed or counts != self._counts
+        number, tagged, priorities = ledger.log.number, storage.indexes.tag_number, []
+        changed = self._table_changed or counts != self._counts or tagged != self._tag_number
         for column in self.samplers:
             sampler = column.sampler()
             found = column.counts if sampler is None else sampler.settle_priorities()
@@ -302,6 +304,7 @@ class Recovery:
         if changed or seen != number:
             self._commit(storage, priorities, counts, seen)
         self.seen, self._counts, self._table_changed = number, counts, False
+        self._tag_number = tagged
 
     def _commit(
         self,
@@ -317,6 +320,7 @@ class Recovery:
             seen < 0
             or self._restarted
             or state is None
+            or storage.indexes.tag_number != self._tag_number
             or not (seen == ledger.log.number or self._advanced(storage, state, seen))
             or not state.set_parts(priorities, counts)
         )
@@ -356,6 +360,7 @@ class Recovery:
             storage.indexes.known() if ledger.length else None,
             priorities=priorities,
             counts=counts,
+            tags=storage.indexes.tags.packed(),
             more=2 if self.shared else len(self._more),
         )
 

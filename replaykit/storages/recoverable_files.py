@@ -301,6 +301,7 @@ def _restore(
         raise CheckpointError(f"{home.folder} contradicts itself: {error}") from None
     own.follow(*state.ledger(), moved=True)
     storage.indexes.restore(episodes, own, None)
+    storage.indexes.follow_tags(state.tags)
     recovery.in_state(state, restarted=True)
 
 

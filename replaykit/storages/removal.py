@@ -44,9 +44,7 @@ def check_removable(storage: Any, name: str) -> None:
     shared = storage.recovery is not None and storage.recovery.shared
     if shared and getattr(storage, "dedup_next", False):
         # The processes would have to agree on the observations of slots without a row.
-        raise ValueError(
-            f"{name} expected a shared storage without dedup_next=, got {storage!r}"
-        )
+        raise ValueError(f"{name} expected a shared storage without dedup_next=, got {storage!r}")
 
 
 def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
@@ -103,8 +101,8 @@ class Replacement:
         new: the number of rows that come. They get the lowest free slots.
         forget: whether a stream that loses all rows begins a new episode with its next row.
             Otherwise its next row continues its open episode.
-        again: whether one of these streams also has new rows. Other processes then have to read
-            the rows again, because they would continue its episode.
+        again: whether new rows do not begin where other processes would expect it: they belong to
+            one of these streams, or to ``joined``. The processes then read the rows again.
 
     Attributes:
         slots: the slots of the new rows, ascending.
@@ -139,7 +137,9 @@ class Replacement:
             self.removal = _removal(free[new:], before + max(added, 0))
         # Readers without the lock expect writes of consecutive slots only at the cursor.
         shared = storage.recovery is not None and storage.recovery.shared
-        self.is_run = bool(new) and not shared and int(self.slots[-1]) - int(self.slots[0]) == new - 1
+        self.is_run = (
+            bool(new) and not shared and int(self.slots[-1]) - int(self.slots[0]) == new - 1
+        )
         columns: Any = storage.require()
         columns.check_writable()
         moves = self.removal is not None and len(self.removal.source) > 0

@@ -373,6 +373,8 @@ class Sharing:
         )
         if changed or before is None or not state.only_moved(before):
             indexes.follow(state.marks, state.codes, reset=reset)
+        if before is None or not np.array_equal(state.tags, before.tags):
+            indexes.follow_tags(state.tags)
         indexes.heads_from = self._heads
         self._logged_at(rows_logged, logged)
         self._follow_counts(state)

@@ -183,9 +183,7 @@ class EpisodeWriter(Writer):
             self._set_queue((), index)
         known = self._has_queue(index)
         counts = np.array(list(gone.values()), np.int64)
-        change = Replacement(
-            storage, list(gone), counts, count, forget=True, again=bool(replaced)
-        )
+        change = Replacement(storage, list(gone), counts, count, forget=True, again=bool(replaced or skipped))
         targets = torch.from_numpy(change.slots)
         change.key = keys if len(keys) == 1 else None
         change.joined = keys.tolist() if skipped else ()

@@ -122,12 +122,15 @@ def apply(buffer: ReplayBuffer, kind: str, step: int) -> None:
         buffer.empty()
     elif stored and what < 0.5 and "episodes" in kind:
         buffer.remove_oldest(draw.choice([1, 3]))
+    elif stored and what < 0.55 and "episodes" in kind:
+        buffer.tag(torch.tensor([draw.randrange(stored)]), {"mark": -step})
     else:
         count = draw.choice([1, 2, 5, 9, SLOTS + 5])
         first = 1000 * step if "episodes" not in kind else 1000 * draw.randrange(20)
         if "once" in kind and draw.random() < 0.7:
             first = buffer.storage.ledger.next_position  # goes on
-        buffer.extend(rows_of(draw, kind, first, count))
+        tags = {"mark": step} if "episodes" in kind else None
+        buffer.extend(rows_of(draw, kind, first, count), tags=tags)
 
 
 def restart(buffer: ReplayBuffer) -> None:
@@ -163,6 +166,8 @@ def shown(buffer: ReplayBuffer) -> dict[str, Any]:
         spans = zip(table.first, table.last, strict=True)
         found["lengths"] = [int(last - first) for first, last in spans]
         before = zip(table.first, table.begin, strict=True)
+        data = storage.indexes.data()
+        found["tags"] = [data[name].tolist() for name in storage.indexes.tags.names]
         found["gone"] = [int(first - begin) for first, begin in before]
     return found
 

@@ -49,6 +49,8 @@ def shown(buffer: ReplayBuffer) -> dict[str, Any]:
             facts = buffer.episodes._facts  # what their properties show
             for name in facts._fields:
                 found[f"episodes' {name}"] = getattr(facts, name).tolist()
+        data = buffer.storage.indexes.data()
+        found |= {f"tag {name}": data[name].tolist() for name in buffer.storage.indexes.tags.names}
     sampler: Any = buffer.sampler
     if sampler.prioritized:
         found["priorities"] = sampler.state_dict()["_priorities"].tolist()

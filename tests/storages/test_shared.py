@@ -215,6 +215,7 @@ steps = st.one_of(
     st.tuples(st.just("write_at"), picks, numbers),
     st.tuples(st.just("set"), picks, numbers),
     st.tuples(st.just("remove"), st.integers(1, 4)),
+    st.tuples(st.just("tag"), st.integers(0, 50)),
     st.tuples(st.just("save")),
     st.tuples(st.just("load"), st.integers(0, 5)),
     st.tuples(st.just("sample"), numbers),
@@ -241,6 +242,8 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
         worked.do(at, lambda buffer: buffer.empty(more[0]))
     elif what == "remove" and kind.streams and not kind.dedup:
         worked.do(at, lambda buffer: buffer.remove_oldest(more[0]))
+    elif what == "tag" and len(model) and kind.ndim == 1:
+        worked.do(at, lambda buffer: buffer.tag(worked.elements([more[0]]), {"mark": more[0]}))
     elif what == "save":
         path = folder / f"saved {len(worked.saved)}"
         worked.handles[at].dumps(path)
