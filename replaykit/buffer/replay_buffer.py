@@ -1616,9 +1616,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
 
         A tag is a value of an episode. Its first value fixes shape and dtype, and episodes without
         a value have zeros. Tags may be set at any time while a row of the episode is stored. They
-        are part of checkpoints and of commits. Samplers choose episodes by tags (``SliceSampler(where=)``), the
-        transforms ``Tag`` and ``ExpandTag`` return them, and an EpisodeWriter protects episodes by
-        a tag.
+        are part of checkpoints and of commits. Samplers choose episodes by tags
+        (``SliceSampler(where=)``), the transforms ``Tag`` and ``ExpandTag`` return them, and an
+        EpisodeWriter protects episodes by a tag.
 
         Args:
             index: rows of the episodes, int64 ``[K]``, or ``[K, ndim]`` with lanes.

@@ -175,7 +175,6 @@ class EpisodeWriter(Writer):
         gone = {**replaced, **victims}
         if skipped:
             rows = _part(storage.apart(rows), skipped)
-        storage.check_order(rows)
         storage.accept(rows)
         if index is None:
             index = storage.episodes  # the index follows this write
@@ -183,9 +182,9 @@ class EpisodeWriter(Writer):
             self._set_queue((), index)
         known = self._has_queue(index)
         counts = np.array(list(gone.values()), np.int64)
-        change = Replacement(storage, list(gone), counts, count, forget=True, again=bool(replaced or skipped))
+        again = bool(replaced or skipped)
+        change = Replacement(storage, list(gone), counts, count, forget=True, again=again)
         targets = torch.from_numpy(change.slots)
-        change.key = keys if len(keys) == 1 else None
         change.joined = keys.tolist() if skipped else ()
         change.make(rows)
         self.evicted += len(victims)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import BufferFull, SchemaError
+from replaykit.storages.columns import Columns
+from replaykit.storages.ledger import Ledger
 from tests.samplers.chi_square import chi_square_p
+from tests.storages.sharing import another
 
 
 def rows_of(key: int, n: int, *, end: str | None = "terminated") -> TensorDict:
@@ -80,33 +85,58 @@ def test_an_episode_leaves_before_the_next_one_is_written() -> None:
     assert not rb.writer.full
 
 
-@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+KINDS: dict[str, Any] = {
+    "memory": LazyTensorStorage,
+    "files": LazyMemmapStorage,
+    "recovered": partial(LazyMemmapStorage, recover=True),
+    "shared": LazyTensorStorage,
+}
+
+
+def in_folder(kind: str, folder: Path) -> Any:
+    options = {"scratch_dir": folder / "rows"} if kind == "recovered" else {}
+    return partial(KINDS[kind], **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_programs_match_lists(seed: int, kind: Any, tmp_path: Path) -> None:
+def test_random_programs_match_lists(seed: int, kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
-    slots, most = int(rng.integers(8, 60)), int(rng.integers(3, 9))
-    shortest_first = bool(rng.integers(2))
-    evict = (lambda data: data.length) if shortest_first else None
-    options: Any = {
-        "evict": evict,
+    slots, most, equal = int(rng.integers(8, 60)), int(rng.integers(3, 9)), seed == 3
+    shortest_first, one_by_one = bool(rng.integers(2)) and not equal, kind == "shared"
+    options: dict[str, Any] = {
+        "evict": operator.attrgetter("length") if shortest_first else None,
         "max_episodes": most,
         "on_duplicate": "replace",
-        "kind": kind,
-        "sampler": lambda: PrioritizedSampler(alpha=1.0, beta=0.0, eps=0.0),
+        "kind": KINDS[kind],
+        "sampler": partial(PrioritizedSampler, alpha=1.0, beta=0.0, eps=0.0),
         "track_generations": True,
+        "shared": one_by_one,
     }
-    rb = make(slots, **options)
+
+    def opened() -> ReplayBuffer:
+        gc.collect()
+        return make(slots, **{**options, "kind": in_folder(kind, tmp_path)})
+
+    rb = opened()
+    handles = [rb, another(rb)] if one_by_one else [rb]
     model: list[tuple[int, int]] = []  # key and length, oldest first
     priority: dict[int, float] = {}  # of each t
+    marks: dict[int, int] = {}  # of each key
     for step in range(120):
+        rb = handles[step % len(handles)]
         keys = rng.choice(25, int(rng.integers(1, 3)), replace=False).tolist()
-        lengths = rng.integers(1, slots // 3 + 1, len(keys)).tolist()
-        index = rb.extend(torch.cat([rows_of(*pair) for pair in zip(keys, lengths, strict=True)]))
+        lengths = [3] * len(keys) if equal else rng.integers(1, slots // 3 + 1, len(keys)).tolist()
+        rows = torch.cat([rows_of(*pair) for pair in zip(keys, lengths, strict=True)])
+        index = rb.extend(rows, tags={"mark": step})
         model = [pair for pair in model if pair[0] not in keys]
         while sum(n for _, n in model) + sum(lengths) > slots or len(model) + len(keys) > most:
             model.remove(min(model, key=lambda pair: pair[1]) if shortest_first else model[0])
         model += zip(keys, lengths, strict=True)
         assert stored(rb) == dict(model)
+        marks.update(dict.fromkeys(keys, step))
+        data, found = rb.storage.indexes.data(), rb.storage.episodes
+        assert data["mark"].tolist() == [marks[key] for key in found.keys(data.lane)]
         t = rb[index]["t"].tolist()
         assert t == [1000 * k + i for k, n in zip(keys, lengths, strict=True) for i in range(n)]
         new = rng.integers(1, 9, len(t)).astype(float)
@@ -115,10 +145,15 @@ def test_random_programs_match_lists(seed: int, kind: Any, tmp_path: Path) -> No
         if step % 7 == 0:  # priorities have moved with their rows
             raw = rb.sampler.state_dict()["_priorities"].tolist()
             assert raw == [priority[t] for t in rb[:]["t"].tolist()]
-        if step % 40 == 30:
-            rb.dumps(tmp_path / f"{step}")
-            rb = make(slots, **options)
-            rb.loads(tmp_path / f"{step}")
+        if step % 40 == 30 and not one_by_one:
+            if kind != "recovered":
+                rb.dumps(tmp_path / f"{step}")
+            handles.clear()
+            del rb, data, found
+            rb = opened()
+            if kind != "recovered":
+                rb.loads(tmp_path / f"{step}")
+            handles.append(rb)
             assert stored(rb) == dict(model)
     handle = rb.writer.generations_of(index)
     rb.extend(rows_of(99, slots))
@@ -292,22 +327,64 @@ def test_a_loaded_turn_follows_rows_that_move_in_the_first_write(tmp_path: Path)
     assert [int(rb.sample()["id"]) for _ in range(5)] == [3, 9, 1, 2, 3]
 
 
-@pytest.mark.parametrize("action", ["write", "remove"])
-def test_nothing_changes_without_memory_for_the_moves(
-    action: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rb = make(12)
+@pytest.mark.parametrize("kind", ["memory", "recovered"])
+@pytest.mark.parametrize("action", ["write", "remove", "tag"])
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (Columns, "gather", 0),
+        *((Columns, "scatter", calls) for calls in (0, 1)),
+        (Ledger, "place_in_streams", 0),
+        (Ledger, "_table_for", 1),
+    ],
+)
+def test_a_fault_leaves_all_rows_as_they_were(
+    owner: Any, name: str, after: int, action: str, kind: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    rb = make(12, kind=in_folder(kind, tmp_path))
     for key, n in enumerate((6, 2, 2)):
-        rb.tag(rb.extend(rows_of(key, n)), {"mark": key})
+        rb.extend(rows_of(key, n), tags={"mark": key})
     before = rb[:].clone(), stored(rb)
+    calls, real = [], getattr(owner, name)
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise MemoryError
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(0)
+        if len(calls) == after + 1:
+            raise MemoryError
+        return real(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(rb.storage.require()), "gather", fail)
-        with pytest.raises(MemoryError):
-            rb.extend(rows_of(9, 3)) if action == "write" else rb.remove_oldest(1)
-    assert (rb[:] == before[0]).all()
-    assert stored(rb) == before[1]
-    assert rb.storage.indexes.data()["mark"].tolist() == [0, 1, 2]
+        patch.setattr(owner, name, fail)
+        try:
+            if action == "remove":
+                rb.remove_oldest(1)
+            else:
+                rb.extend(rows_of(9, 3), tags={"mark": 9 if action == "write" else 0.5})
+        except (MemoryError, SchemaError):
+            assert (rb[:] == before[0]).all()
+            assert stored(rb) == before[1]
+            assert rb.storage.indexes.data()["mark"].tolist() == [0, 1, 2]
+        else:
+            assert len(calls) <= after
+    rb.extend(rows_of(10, 12))
+    assert stored(rb) == {10: 12}
+
+
+def test_tags_of_a_write_protect_its_episodes_and_name_each_row() -> None:
+    rb = make(9, protect="demo")
+    rows = torch.cat([rows_of(0, 2), rows_of(1, 3)])
+    demo = torch.tensor([False, True, False, False, False])  # the last row of an episode counts
+    rb.extend(rows, tags={"demo": demo})
+    rb.extend(rows_of(2, 7))
+    assert stored(rb) == {0: 2, 2: 7}
+    before = rb[:].clone()
+    for tags, error in (({"demo": 1}, SchemaError), ({"draws": 1}, ValueError),
+                        ({"demo": demo}, SchemaError)):  # fmt: skip
+        with pytest.raises(error):
+            rb.extend(rows_of(3, 2), tags=tags)
+    assert (rb[:] == before).all()
+    plain = ReplayBuffer(storage=LazyTensorStorage(9))
+    with pytest.raises(RuntimeError, match="TensorDicts"):
+        plain.extend(torch.arange(3), tags={"demo": True})
+    assert not len(plain)
