@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -69,13 +69,14 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
         update_priority: bool | None = None,
         timeout: float | None = None,
         overwrite: bool = True,
+        tags: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
         """Store a batch, as ``ReplayBuffer.extend`` does.
 
         Args:
             data: TensorDicts, or other rows that ``ReplayBuffer.extend`` accepts.
             tensordicts: the name of ``data`` in TorchRL.
-            update_priority, timeout, overwrite: as for ``ReplayBuffer.extend``.
+            update_priority, timeout, overwrite, tags: as for ``ReplayBuffer.extend``.
 
         Raises:
             TypeError: both ``data`` and ``tensordicts`` are given.
@@ -92,7 +93,12 @@ class TensorDictReplayBuffer(ReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
         """
         rows = rows_by_name(type(self).__name__, data, tensordicts)
         return ReplayBuffer.extend(
-            self, rows, update_priority=update_priority, timeout=timeout, overwrite=overwrite
+            self,
+            rows,
+            update_priority=update_priority,
+            timeout=timeout,
+            overwrite=overwrite,
+            tags=tags,
         )
 
 

@@ -650,9 +650,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             index = write.write_in_turn(self, data, timeout, False, update_priority, tags=tags)
         else:
             with stream_rows.Room(self, timeout) as room:
-                index = write.write_in_turn(
-                    self, data, timeout, False, update_priority, room, tags
-                )
+                index = write.write_in_turn(self, data, timeout, False, update_priority, room, tags)
         if self._observers is not None:
             self._observers.after_write(self)
         return index

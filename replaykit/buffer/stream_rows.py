@@ -286,7 +286,7 @@ class Room:
             slots = slots[slots < storage.ledger.length]
             return bool(taken(storage, elements_of(slots, storage.lanes.numel())).all())
         queues, index = StreamQueues(storage, "overwrite=False"), storage.episodes
-        known, lanes = np.array(index.has_streams(keys.tolist())), index.lanes_with(keys)
+        known, lanes = np.array(index.pool.known(keys.tolist())), index.lanes_with(keys)
         left = queues.sizes[lanes] - queues.taken(lanes)
         return bool((left + counts[known] <= most).all())
 

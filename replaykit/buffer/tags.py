@@ -41,7 +41,7 @@ def tag_episodes(
         return _set(storage, at, fits, values)
 
 
-def check_tags(storage: Storage, rows: Any, values: Mapping[str, Any]) -> None:
+def check_tags(storage: Any, rows: Any, values: Mapping[str, Any]) -> None:
     """Check the tags of rows that are about to be written; raise as ``tag_episodes`` does."""
     _require_episodes(storage)
     root = rows.root

@@ -81,7 +81,10 @@ def write_in_turn(
 ) -> torch.Tensor:
     """Store a batch once the rate limiter admits it, and there is ``room`` (``Room``), if given."""
     options: Any = {
-        "single": single, "update_priority": update_priority, "room": room, "tags": tags
+        "single": single,
+        "update_priority": update_priority,
+        "room": room,
+        "tags": tags,
     }
     if timeout is not None:
         timeout = checked_timeout(timeout)

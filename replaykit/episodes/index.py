@@ -145,13 +145,6 @@ class EpisodeIndex:
         return self._streams.keys.dtype
 
     @property
-    def is_current(self) -> bool:
-        """True if the index has all stored rows, at their slots."""
-        ledger = self._storage.ledger
-        current = ledger.changes == self._changes and not self._edited
-        return current and self._noted == ledger.next_position
-
-    @property
     def pool(self) -> StreamEpisodes:
         """The streams, without the rows that ``sync`` would index."""
         return self._streams
@@ -252,7 +245,8 @@ class EpisodeIndex:
         else:
             leaves = {path: rows.leaves[path] for path in self.bound.paths}
             self._append_leaves(leaves, slots, row_ids)
-        self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
+        self._noted = ledger.next_position
+        self.leave_ring()
 
     def replace_run(self, gone: list[Any], key: Any, slot: int, count: int) -> None:
         """Forget streams, and index the last ``count`` rows written as a new stream.
@@ -262,12 +256,10 @@ class EpisodeIndex:
         source, first = self._reader.stored(slot, slot + count)
         self._streams.replace_run(gone, source, first, count, key, slot, self._noted)
         self._noted += count
-        self._place, self._is_ring = self._storage.ledger.place_in_log, False
+        self.leave_ring()
 
-    def relocated(self, source: Array, target: Array) -> None:
-        """Follow the move of rows, in a storage whose rows do not lie in a ring any more."""
-        if len(source):
-            self.pool.relocate(source, target)
+    def leave_ring(self) -> None:
+        """Note that rows do not lie in a ring any more, up to the present place in the log."""
         self._place, self._is_ring = self._storage.ledger.place_in_log, False
 
     def _append_placed(self, behind: int) -> None:
@@ -283,7 +275,8 @@ class EpisodeIndex:
         at = torch.from_numpy(slots)
         leaves = {path: self._columns[path][at] for path in self.bound.paths}
         self._append_leaves(leaves, slots, row_ids)
-        self._noted, self._place, self._is_ring = ledger.next_position, ledger.place_in_log, False
+        self._noted = ledger.next_position
+        self.leave_ring()
 
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes, bool ``[lanes]``, with the code."""
@@ -504,23 +497,10 @@ class EpisodeIndex:
             return hi - lo
         return np.append(hi - lo, 0)[self._streams.ranks(keys)]
 
-    def nth(self, keys: Array, number: Array) -> Array:
-        """Return slots of rows, given stream keys and the rows' indices, oldest row first."""
-        lane = self._streams.ranks(keys)
-        return self.element(self.bounds(lane)[0] + number, lane)
-
-    def has_streams(self, keys: list[Any]) -> list[bool]:
-        """Return whether the streams with these keys have stored rows."""
-        return self._streams.known(keys)
-
     def lanes_with(self, keys: Array) -> Array:
         """Return the lanes of the streams with these keys that have stored rows, ascending."""
         lane = self._streams.ranks(keys)
         return np.sort(lane[lane >= 0])
-
-    def open_among(self, keys: Array) -> Array:
-        """Return whether the newest episodes of streams with stored rows are open, bool."""
-        return self._streams.per_lane()[2, self._streams.ranks(keys)] != 0
 
     def oldest(self) -> int:
         """Return the lowest stored row id of streams. Cost: O(streams).
@@ -529,31 +509,6 @@ class EpisodeIndex:
         """
         lane = np.arange(self.lanes)
         return int(self._row_ids(self.element(self.bounds(lane)[0], lane)).min())
-
-    def newest(self, lanes: Array) -> Array:
-        """Return the row ids of the newest rows of streams in a mask, bool ``[lanes]``."""
-        return self._streams.per_lane()[4][lanes]
-
-    def lanes_of(self, keys: Any) -> Array:
-        """Return a mask of the streams with these keys, bool ``[lanes]``.
-
-        Raises:
-            IndexError: a stream has no stored rows.
-            TypeError: a key is a float, but the column has integers.
-        """
-        self.sync()
-        assert self.key is not None
-        chosen, leaf = np.zeros(self.lanes, bool), self._columns.schema.leaves[self.key]
-        values = torch.as_tensor(keys, device="cpu")
-        if values.is_floating_point() and not leaf.dtype.is_floating_point:
-            raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
-        cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
-        lanes = self._streams.ranks(stream_keys(cells))
-        if (lanes < 0).any():
-            wrong = cells[int(np.argmin(lanes))].tolist()
-            raise IndexError(f"expected a stream with stored rows, got {wrong!r}")
-        chosen[lanes] = True
-        return chosen
 
     def keys(self, lanes: Array) -> list[Any]:
         """Return the keys (``stream_keys``) of lanes, given by number or as bool ``[lanes]``."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from replaykit.episodes import EpisodeIndex
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
+from replaykit.episodes.streams import stream_keys
 from replaykit.schema import Rows, Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.episode_indexes import EpisodeIndexes, state_of_subset
+from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -23,6 +25,7 @@ from replaykit.storages.indexing import (
 )
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
+from replaykit.storages.saved_episodes import state_of_subset
 from replaykit.storages.schema_match import Matcher
 from replaykit.storages.storage import Storage
 from replaykit.structure import Path, build
@@ -99,8 +102,18 @@ class SequencedStorage(Storage):
     def lanes_named(self, lane: Any) -> Any:
         if self.lane_key is None:
             return super().lanes_named(lane)
-        index = self.episodes if lane is not None and self.ledger.length else None
-        return None if index is None else index.lanes_of(lane)
+        if lane is None or not self.ledger.length:
+            return None
+        index, leaf = self.episodes, cast(Any, self).schema.leaves[self.lane_key]
+        values = torch.as_tensor(lane, device="cpu")
+        if values.is_floating_point() and not leaf.dtype.is_floating_point:
+            raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
+        cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
+        lanes = index.pool.ranks(stream_keys(cells))
+        if (lanes < 0).any():
+            wrong = cells[int(lanes.argmin())].tolist()
+            raise IndexError(f"expected a stream with stored rows, got {wrong!r}")
+        return np.isin(np.arange(index.lanes), lanes)
 
     def episode_state(self) -> dict[str, Any] | None:
         return self.indexes.state()

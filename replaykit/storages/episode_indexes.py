@@ -5,20 +5,24 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from replaykit.declared import MOST, Count, decode_state, within
-from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex, Head
+from replaykit.declared import decode_state
+from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex
 from replaykit.episodes.episode_laws import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.change_log import ChangeKind, LoggedChange
-from replaykit.storages.content import Content, Group
-from replaykit.storages.episode_tags import EpisodeData, EpisodeTags, TagState
-from replaykit.storages.ledger import Ledger, MovedPositions
+from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
+from replaykit.storages.ledger import Ledger
+from replaykit.storages.saved_episodes import (
+    EpisodeState,
+    MovedPositions,
+    heads_of,
+    moved_tags,
+)
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags, format_key, unused_flags
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
     from replaykit.storages.removal import Replacement
 
-__all__ = ["EpisodeIndexes", "EpisodeState", "heads_of", "state_of_subset"]
+__all__ = ["EpisodeIndexes"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,42 +38,6 @@ _DEFAULT = BoundaryRule()
 
 _PENDING = (ChangeKind.APPEND, ChangeKind.CUT, ChangeKind.MOVE)
 """Kinds of changes after which rows have to be indexed before they are overwritten."""
-
-_Position = Annotated[int, within(-MOST)]
-_Kind = Annotated[int, within(1, 3)]
-
-
-@dataclass(frozen=True)
-class _Beginnings:
-    """The beginnings of the first episodes, in each lane or in each stream."""
-
-    oldest: _Position
-    begin: list[_Position]
-    head: list[_Kind]
-    streams: list[tuple[Count, _Position, Count, _Kind]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if len(self.begin) != len(self.head):
-            raise ValueError(f"expected {len(self.begin)} kinds of begins, got {len(self.head)}")
-        if any(begin >= max(self.oldest, 0) for begin in self.begin):
-            raise ValueError(f"expected begins before {max(self.oldest, 0)}, got {self.begin}")
-        if any(steps > newest for newest, _, steps, _ in self.streams):
-            raise ValueError(f"expected no stream longer than its rows, got {self.streams}")
-
-
-@dataclass(frozen=True)
-class EpisodeState:
-    """The cuts of episodes, and their beginnings; see `EpisodeIndexes.state`."""
-
-    marks: list[_Position]
-    codes: list[Annotated[int, within(SEVERED, RESTORED)]]
-    heads: _Beginnings | None
-    root_flags: Literal[True] = True
-    tags: TagState | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.marks) != len(self.codes) or self.marks != sorted(set(self.marks)):
-            raise ValueError(f"expected rising marks, each with a code, got {self}")
 
 
 class EpisodeIndexes:
@@ -248,19 +216,21 @@ class EpisodeIndexes:
                 if rows is not None:
                     index.placed(rows, change.slots)
                 if change.removal is not None:
-                    index.relocated(change.removal.source, change.removal.target)
+                    index.pool.relocate(change.removal.source, change.removal.target)
+                    index.leave_ring()
         except BaseException:
             self.storage.ledger.changes += 1  # so that the indexes read the rows again
             raise
         self.seen = self.storage.ledger.log.number
 
     def only_current(self) -> EpisodeIndex | None:
-        """Return the index if it is the only one, and has all rows and saved values; else None."""
-        main, seen = self._main, self.storage.ledger.log.number
+        """Return the only index of stored rows, which has all of them and saved tags, or None."""
+        main, ledger = self._main, self.storage.ledger
         late = self.loaded or self._restarted or self._restoring is not None
-        if main is None or late or self._has_others or self._saved_tags or self.seen != seen:
+        if main is None or late or self._has_others or self._saved_tags or not ledger.length:
             return None
-        return main if main.is_current else None
+        current = self.seen == ledger.log.number and main.indexed_until == ledger.next_position
+        return main if current else None
 
     def replaced_run(self, gone: list[Any], key: Any, slot: int, count: int) -> None:
         """Follow a committed change of the ``only_current`` index; see ``replace_run``."""
@@ -377,7 +347,7 @@ class EpisodeIndexes:
         self.seen = ledger.log.number
         if main is not None:
             chosen = np.ones(main.lanes, bool) if lanes is None else lanes
-            return chosen, np.sort(main.newest(chosen))
+            return chosen, np.sort(main.pool.per_lane()[4][chosen])
         chosen = np.ones(count, bool) if lanes is None else lanes
         position = int(ledger.positions(torch.tensor([ledger.newest], device="cpu")))
         return chosen, position * count + np.nonzero(chosen)[0]
@@ -459,7 +429,7 @@ class EpisodeIndexes:
         if not ledger.length:
             return
         if state is not None and state.get("tags") is not None:
-            self._saved_tags = _moved_tags(state["tags"], rows, storage.lanes.numel())
+            self._saved_tags = moved_tags(state["tags"], rows, storage.lanes.numel())
         if state is not None and old is not None:
             if rows is None and ledger.unread:
                 # No row has moved, and no row id changes before the use of the state.
@@ -539,49 +509,11 @@ class EpisodeIndexes:
         return self.heads_from is not None
 
 
-def _moved_tags(
-    state: dict[str, Any], rows: torch.Tensor | None, lanes: int
-) -> tuple[Array, dict[str, Any]]:
-    """Return saved values of episodes whose last rows are now in slots ``0, 1, ...``."""
-    element = np.asarray(state["element"])
-    if rows is None:
-        return element, state["columns"]
-    slots, at = element // lanes, rows.numpy()
-    order = np.argsort(at)
-    place = np.minimum(np.searchsorted(at[order], slots), max(len(at) - 1, 0))
-    kept = at[order][place] == slots
-    now = order[place[kept]] * lanes + element[kept] % lanes
-    chosen = torch.from_numpy(kept)
-    return now, {name: column[chosen] for name, column in state["columns"].items()}
-
-
 def _outdates(change: LoggedChange, paths: Collection[Path]) -> bool:
     """Return whether an index over columns has to read them again after a change."""
     if change.kind is ChangeKind.EDIT:
         return change.columns is None or not change.columns.isdisjoint(paths)
     return change.kind in (ChangeKind.CUT, ChangeKind.MOVE)
-
-
-def heads_of(state: dict[str, Any], schema: Schema) -> dict[str, Any] | None:
-    """Return the begins of the first episodes in a checked state.
-
-    In states without ``root_flags``, flags at the root of a row did not end episodes. If such flags
-    end episodes of this schema, an episode may have begun later than the state says. If its first
-    row is not stored, the episode counts as joined in its middle.
-    """
-    heads: dict[str, Any] | None = state["heads"]
-    flags = end_flags(schema.leaves)
-    if heads is None or "root_flags" in state or not flags or len(flags[0]) > 1:
-        return heads
-    head = [
-        int(Head.CUT) if begin >= 0 else kind
-        for begin, kind in zip(heads["begin"], heads["head"], strict=True)
-    ]
-    streams = [
-        [row, row, 0, int(Head.CUT)] if gone else [row, begin, gone, kind]
-        for row, begin, gone, kind in heads.get("streams", [])
-    ]
-    return {**heads, "begin": [-1] * len(head), "head": head, "streams": streams}
 
 
 def _warn_of_unused_flags(schema: Schema) -> None:
@@ -602,91 +534,3 @@ def _warn_of_unused_flags(schema: Schema) -> None:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def state_of_subset(
-    content: Content,
-    state: dict[str, Any] | None,
-    ledger: Ledger,
-    kept: torch.Tensor,
-    lane_key: Path | None,
-) -> dict[str, Any] | None:
-    """Return the state of episode indexes for some of the saved rows.
-
-    See ``EpisodeIndexes.state``.
-
-    Args:
-        content: all saved rows.
-        state: the checked state of the indexes of these rows; None if there was none.
-        ledger: the ledger of the saved rows.
-        kept: slots of the rows to load, int64 ``[K]``.
-        lane_key: the column that names the stream of a row, if streams are interleaved.
-
-    Cost: one pass over the columns that bound episodes. During the call, an index of the saved rows
-    takes 8 bytes per row, or 24 with ``lane_key``.
-    """
-    if len(content.groups) != 1 or content.plain or not len(kept):
-        return state
-    group = content.groups[0]
-    root = group.schema.root
-    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
-        return state
-    saved = _SavedRows(content, group, state, ledger, lane_key)
-    heads = EpisodeIndex(cast(Any, saved), saved.rule).state(kept)
-    known = state or {"marks": [], "codes": []}
-    return {**known, "heads": heads, "root_flags": True}
-
-
-class _SavedColumns:
-    """The saved columns that bound episodes, with the interface that an index reads."""
-
-    def __init__(self, content: Content, group: Group, paths: set[Path], slots: int) -> None:
-        self.schema: Schema = group.schema
-        self.lanes, self.slots = content.lanes, slots
-        self.ndim = 1 + len(content.lanes)
-        leaves = group.leaves
-        self._leaves = {path: leaves[path][:] for path in paths}
-        if not paths:  # without paths, the index reads only the shape
-            shape = (content.rows, *content.lanes)
-            self._leaves[()] = torch.zeros((), dtype=torch.bool, device="cpu").expand(shape)
-        self.order = list(self._leaves)
-
-    def __getitem__(self, path: Path) -> torch.Tensor:
-        return self._leaves[path]
-
-    def refresh_addresses(self) -> None:
-        """Do nothing, because no other code has this memory, so it cannot move."""
-
-
-class _SavedRows:
-    """Saved rows with the interface of a storage that an index uses."""
-
-    has_begins = False
-
-    def __init__(
-        self,
-        content: Content,
-        group: Group,
-        state: dict[str, Any] | None,
-        ledger: Ledger,
-        lane_key: Path | None,
-    ) -> None:
-        self.rule = BoundaryRule()
-        paths = set(self.rule.bind(group.schema).paths)
-        if lane_key is not None:
-            paths.add(lane_key)
-        self._columns = _SavedColumns(content, group, paths, ledger.slots)
-        self.lanes, self.ledger, self.lane_key = content.lanes, ledger, lane_key
-        known = state or {"marks": [], "codes": [], "heads": None}
-        self.marks = CutMarks(known["marks"], known["codes"])
-        self._heads: dict[str, Any] | None = heads_of(known, group.schema)
-
-    @property
-    def indexes(self) -> _SavedRows:
-        return self
-
-    def require(self) -> _SavedColumns:
-        return self._columns
-
-    def pop_first_begins(self) -> dict[str, Any] | None:
-        return self._heads

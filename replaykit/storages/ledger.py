@@ -15,12 +15,11 @@ from replaykit.checkpoint import MappedRows, ReadLater, ReadOnce
 from replaykit.declared import decode_state, vector, within
 from replaykit.recovery.recovery_folder import Tables
 from replaykit.storages.change_log import ChangeKind, ChangeLog, Removal
-from replaykit.storages.indexing import all_distinct, contained
+from replaykit.storages.indexing import all_distinct
 
 __all__ = [
     "Ledger",
     "LedgerState",
-    "MovedPositions",
     "Region",
 ]
 
@@ -691,61 +690,3 @@ def _read(table: Table | None) -> torch.Tensor | None:
 def is_plain_index(slots: torch.Tensor) -> bool:
     """Return whether the tensor is contiguous int64 on the CPU, as the core needs it."""
     return slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-
-
-class MovedPositions:
-    """A map from the row ids of a ledger to those of a ledger restored from it.
-
-    Args:
-        old: the saved ledger.
-        new: the ledger that was restored from it.
-        rows: as for ``Ledger.restore``.
-
-    Attributes:
-        oldest: the lowest old id of the rows that are stored now.
-        shift: the difference between the new and the old id of that row.
-
-    Cost: O(1) if every row keeps its slot and row ids follow from the counters. If every row keeps
-    its slot and row ids are in tables, it is a pass over all row ids. Otherwise it is a sort of all
-    row ids.
-    """
-
-    def __init__(self, old: Ledger, new: Ledger, rows: torch.Tensor | None) -> None:
-        self._count = new.length
-        self._sorted: tuple[Array, Array] | None = None
-        self._old: Array | None = None
-        if rows is None and old.in_order and new.in_order:
-            self.oldest = old.next_position - old.length
-            self.shift = new.next_position - old.next_position
-            return
-        table = old.position_table()
-        if rows is None and table is not None and not new.in_order:
-            # All row ids have grown by the same number.
-            self._old = table.numpy()
-            first = int(new.positions(torch.zeros(1, dtype=torch.int64, device="cpu")))
-            self.oldest, self.shift = int(self._old.min()), first - int(self._old[0])
-            return
-        stored = arange(new.length) if rows is None else rows
-        before = old.positions(stored).numpy()
-        now = new.positions(arange(new.length)).numpy()
-        order = np.argsort(before, kind="stable")
-        self._sorted = before[order], now[order]
-        self.oldest = int(before[order[0]])
-        self.shift = int(now[order[0]]) - self.oldest
-
-    def find(self, positions: Array) -> tuple[Array, Array]:
-        """Look up old row ids.
-
-        Returns:
-            A mask of the rows that are stored now, bool ``[K]``, and the new ids of those rows.
-        """
-        if self._old is not None:
-            there = contained(positions, self._old)
-            return there, positions[there] + self.shift
-        if self._sorted is None:
-            there = (positions >= self.oldest) & (positions < self.oldest + self._count)
-            return there, positions[there] + self.shift
-        before, now = self._sorted
-        at = np.minimum(np.searchsorted(before, positions), len(before) - 1)
-        there = before[at] == positions
-        return there, now[at[there]]

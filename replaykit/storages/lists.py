@@ -18,8 +18,9 @@ from replaykit.errors import SchemaError
 from replaykit.keywords import checked_keywords
 from replaykit.storages.content import Content, RowsState, to_plain
 from replaykit.storages.indexing import as_index, as_slots
-from replaykit.storages.ledger import Ledger, MovedPositions
+from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
+from replaykit.storages.saved_episodes import MovedPositions
 from replaykit.storages.storage import Storage
 from replaykit.structure import Path, from_numbers
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class Replacement:
         self.keys, self.counts, self.forget = keys, counts, forget
         self.joined: Sequence[Any] = ()
         self.removal: Removal | None = None
-        self._storage, self._copies = storage, None
+        self._storage, self._copies = storage, cast(Any, None)
         before = storage.ledger.length
         free = storage.episodes.pool.oldest(keys, counts) if keys else _NO_SLOTS
         free.sort()
@@ -210,7 +210,7 @@ def named_lanes(storage: ColumnStorage, index: EpisodeIndex, lane: Any) -> Array
     """
     if lane is None:
         return np.arange(index.lanes)
-    chosen = np.flatnonzero(index.lanes_of(lane))
+    chosen = np.flatnonzero(storage.lanes_named(lane))
     given = np.atleast_1d(np.asarray(lane))
     if len(chosen) != len(given):
         key = format_key(storage.lane_key or ())

@@ -88,9 +88,9 @@ class Matcher:
             leaves = [self._leaves[path] for path in used]
             kinds = [torch.int64, *([torch.bool] * (len(used) - 1))]
             sizes = [leaf.shape.numel() * leaf.dtype.itemsize for leaf in leaves]
-            if [leaf.dtype for leaf in leaves] != kinds or sizes[0] != 8:
-                used, sizes = [], []
             places = [self.paths.index(path) for path in used]
+            if [leaf.dtype for leaf in leaves] != kinds or sizes[0] != 8:
+                places, sizes = [], []
             self._episode_columns = lane_key, places, sizes
         return self._episode_columns[1:]
 

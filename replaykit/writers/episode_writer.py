@@ -74,11 +74,11 @@ class EpisodeWriter(Writer):
         track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
 
     Attributes:
-        evicted: number of episodes that were removed to make room since the last ``empty``.
+        evicted: number of episodes that were removed to make room since the last ``empty``, or
+            since a recovery. Each process that shares a storage counts the removals it has made.
 
     Raises:
-        ValueError: an argument is unknown; the storage has no ``lane_key``, or has ``dedup_next``,
-            ``recover`` or ``shared``.
+        ValueError: an argument is unknown; the storage has no ``lane_key``, or has ``dedup_next``.
         ValueError: on write, an episode is too long, is already stored, has its rows in several
             places of the batch, or ends before its last row.
         BufferFull: on write, too many of the stored episodes are protected.
@@ -214,7 +214,8 @@ class EpisodeWriter(Writer):
         key, count = rows.whole_episode(storage.lane_key), rows.batch[0]
         if key is None or key in index.pool or not ledger.oldest_first:
             return None
-        need, found, gone = count - (ledger.slots - ledger.length), 0, []
+        gone: list[Any] = []
+        need, found = count - (ledger.slots - ledger.length), 0
         excess = 0 if self.max_episodes is None else index.stream_count + 1 - self.max_episodes
         for name, size in self._queue:
             if found >= need and len(gone) >= excess:
@@ -299,7 +300,7 @@ class EpisodeWriter(Writer):
         if index is None:
             return {}, {}
         replaced = {}
-        known = [key for key, stored in zip(given, index.has_streams(given), strict=True) if stored]
+        known = [key for key in given if key in index.pool]
         if known:
             if self.on_duplicate == "error":
                 raise ValueError(
@@ -336,7 +337,7 @@ class EpisodeWriter(Writer):
         """Remember the order of the episodes for the next write."""
         if type(self.evict) is Fifo and self.protect is None:
             queue = self._queue
-            while queue and not index.has_streams([queue[0][0]])[0]:
+            while queue and queue[0][0] not in index.pool:
                 queue.popleft()
             queue.extend(zip(keys.tolist(), lengths.tolist(), strict=True))
             if index.stream_count == len(queue):

@@ -332,7 +332,8 @@ class LaneWriter(Writer):
         old, fresh = place < size, number < ring - size
         slots = np.empty(count, np.int64)
         if index is not None and old.any():
-            slots[old] = index.nth(grouped[old], place[old])
+            lane = index.pool.ranks(grouped[old])
+            slots[old] = index.element(index.bounds(lane)[0] + place[old], lane)
         if fresh.any():  # rows take free slots in the order of the write
             taken = order[fresh]
             slots[fresh] = storage.ledger.length + np.argsort(np.argsort(taken))
