@@ -203,7 +203,7 @@ def test_the_nearest_keyword_is_named(
     assert str(caught.value) == f"{text}; did you mean {meant!r}?"
 
 
-SHARED = {"SegmentTree", "EpisodeLookup", "_RewardTransform", "_forwarded_property"}
+SHARED = {"SegmentTree", "EpisodeLookup", "_RewardTransform", "_Scaling", "_forwarded_property"}
 """Bases of several public classes, none of which is the first among them."""
 
 
