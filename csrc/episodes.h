@@ -239,12 +239,12 @@ class Episodes {
     Lane& own = lanes_[static_cast<std::size_t>(at)];
     reserve_places(slot + n);
     own.slots.reserve(n);
+    Place* const places = places_.data() + slot;
     for (std::int64_t i = 0; i < n; ++i, ++own.hi) {
       own.slots.push(slot + i);
       if (own.open == kNone) own.firsts.push(id + i);
       add(at, own.hi, slot + i, codes[i]);
-      places_[static_cast<std::size_t>(slot + i)] = {static_cast<std::uint32_t>(at),
-                                                     static_cast<std::uint32_t>(own.hi)};
+      places[i] = {static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(own.hi)};
     }
     own.newest = id + n - 1;
     ++version_;

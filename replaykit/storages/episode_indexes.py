@@ -225,9 +225,12 @@ class EpisodeIndexes:
 
     def only_current(self) -> EpisodeIndex | None:
         """Return the only index of stored rows, which has all of them and saved tags, or None."""
-        main, ledger = self._main, self.storage.ledger
+        main, storage = self._main, self._storage()
         late = self.loaded or self._restarted or self._restoring is not None
-        if main is None or late or self._has_others or self._saved_tags or not ledger.length:
+        if main is None or storage is None or late or self._has_others or self._saved_tags:
+            return None
+        ledger = storage.ledger
+        if not ledger.length:
             return None
         current = self.seen == ledger.log.number and main.indexed_until == ledger.next_position
         return main if current else None

@@ -185,10 +185,10 @@ class MatchedRows(Rows):
         Return None for other rows, and for rows that the core cannot read.
         """
         places, sizes = self.matcher.episode_columns(lane_key)
+        if not places or self._taken is not None:
+            return None
         addresses = [self.addresses[place] for place in places]
-        found: int | None = None
-        if addresses and self._taken is None:
-            found = native.core.whole_episode(addresses, sizes, self.batch[0])
+        found: int | None = native.core.whole_episode(addresses, sizes, self.batch[0])
         return found
 
     def _select(self, leaves: dict[Path, torch.Tensor]) -> None:

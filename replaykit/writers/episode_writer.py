@@ -157,7 +157,7 @@ class EpisodeWriter(Writer):
 
     def write(self, rows: Any) -> torch.Tensor:
         """Store whole episodes; return the slot of each row, -1 for rows that are not stored."""
-        storage = self._columns
+        storage: Any = self.storage if self._storage is None else self._storage  # faster
         if not len(rows):
             return self._no_rows()
         if (written := self._write_run(storage, rows)) is not None:
