@@ -25,7 +25,7 @@ _PAGES: Final = {
     "adapters": ("Adapters", ("adapter",)),
     "trees": ("Segment trees", ("segment tree",)),
     "data_sets": ("Data sets", ("data set", "family", "conversion")),
-    "layouts": ("Layouts of corpora", ("layout class", "layout")),
+    "layouts": ("Layouts of corpora", ("layout class", "layout", "table layout")),
     "base_classes": ("Base classes", ("base",)),
 }
 """File name, title and kinds of each page. Together they have all kinds of the registry."""
