@@ -29,6 +29,8 @@ REFERENCE_WIDTH: Final = 3
 the offset and the size of an image. Files count from 1, so that zeros refer to no frame."""
 _MOST_OPEN: Final = 16
 _QUALITY: Final = 95
+_MODES: Final = ("L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV")
+"""Modes of Pillow with one byte for each channel."""
 
 Array = npt.NDArray[Any]
 
@@ -92,7 +94,12 @@ def video_index(path: Path) -> VideoIndex:
     """
     with _video_errors(str(path)), video_module().open(str(path)) as container:
         stream = container.streams.video[0]
-        found = [each.pts for each in container.demux(stream) if each.pts is not None]
+        # Packets that the list of edits of an MP4 file removes are never shown.
+        found = [
+            each.pts
+            for each in container.demux(stream)
+            if each.pts is not None and not each.is_discard
+        ]
         if not found:
             raise ValueError("it has no frames")
         times = np.sort(np.array(found, np.int64))
@@ -250,6 +257,40 @@ class FrameFiles:
                     decode_image(encoded, out[at], f"{path}, byte {offset}")
 
 
+@contextmanager
+def _image(encoded: bytes, where: str) -> Iterator[Any]:
+    """Open an image without decoding it."""
+    Image = image_module()
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            yield image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        if isinstance(error, CorpusError):
+            raise
+        raise CorpusError(
+            f"{where}: is not an image that can be decoded ({error}) [V03]"
+        ) from error
+
+
+def _check_size(kind: str, found: tuple[int, ...], shape: tuple[int, ...], where: str) -> None:
+    if (kind, found) != ("uint8", shape):
+        raise CorpusError(
+            f"{where}: is an image {kind} {list(found)}, expected uint8 {list(shape)} [V10]"
+        )
+
+
+def check_image(encoded: bytes, shape: tuple[int, ...], where: str) -> None:
+    """Check the size of a JPEG or PNG in its header.
+
+    Raises:
+        CorpusError: the bytes are no such image (V03), or it has another size (V10).
+        ImportError: Pillow is not installed.
+    """
+    with _image(encoded, where) as image:
+        kind = "uint8" if image.mode in _MODES else image.mode
+        _check_size(kind, (image.height, image.width, len(image.getbands())), shape, where)
+
+
 def decode_image(encoded: bytes, out: Array, where: str) -> None:
     """Decode a JPEG or PNG into ``out [H, W, C]``.
 
@@ -257,21 +298,11 @@ def decode_image(encoded: bytes, out: Array, where: str) -> None:
         CorpusError: the bytes are no such image (V03), or it has another size (V10).
         ImportError: Pillow is not installed.
     """
-    Image = image_module()
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            pixels = np.asarray(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise CorpusError(
-            f"{where}: is not an image that can be decoded ({error}) [V03]"
-        ) from error
+    with _image(encoded, where) as image:
+        pixels = np.asarray(image)
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
-    if pixels.shape != out.shape or pixels.dtype != np.uint8:
-        raise CorpusError(
-            f"{where}: is an image {pixels.dtype} {list(pixels.shape)}, expected uint8 "
-            f"{list(out.shape)} [V10]"
-        )
+    _check_size(pixels.dtype.name, pixels.shape, out.shape, where)
     out[...] = pixels
 
 

@@ -25,6 +25,9 @@ Array = np.ndarray[Any, Any]
 _TOLERANCE = 1e-4
 """Seconds by which an offset may differ from a whole number of steps, as in LeRobot."""
 
+_FARTHEST = 1 << 62
+"""Steps whose sum with a time does not overflow int64."""
+
 
 class _Group(NamedTuple):
     """The stored keys that have the same offsets, int64 ``[T]``."""
@@ -63,7 +66,8 @@ class Windows(HistoryTransform):
             differs by more than 0.1 ms from a whole number of steps. A data set has another
             ``fps``, or there is none. A buffer also raises it if the sampler itself draws windows
             and the windows are its ``sample_unit``.
-        KeyError: on read, a key is not stored, or a name with dots fits several stored keys.
+        KeyError: on read, a key is not stored, or a name with dots fits several stored keys. Or
+            two names are those of one key.
 
     The windows equal those of LeRobot's ``delta_timestamps``. With the offsets ``range(-p, T - p)``
     and ``pad_after=q``, they are those of diffusion policy's ``SequenceSampler`` with
@@ -149,6 +153,11 @@ class Windows(HistoryTransform):
                         f"key {key!r}: expected offsets that are multiples of 1/{fps:g} s, got "
                         f"{number:g} s, which is {steps:.6g} steps"
                     )
+                if abs(steps) > _FARTHEST:
+                    raise ValueError(
+                        f"key {key!r}: expected offsets of at most {_FARTHEST} steps, got "
+                        f"{number:g}"
+                    )
             found[key] = np.array([round(number * fps) for number in numbers], np.int64)
         everything = np.concatenate(list(found.values()))
         ahead = 0 if self.pad_after is None else int(everything.max()) - self.pad_after
@@ -177,9 +186,13 @@ class Windows(HistoryTransform):
         known = self._known
         if known is None or known[0] is not stored:
             groups: dict[bytes, _Group] = {}
+            seen: dict[Path, Any] = {}
             for key, steps in self._steps.items():
+                path = _resolved(key, stored)
+                if seen.setdefault(path, key) != key:
+                    raise KeyError(f"key {key!r}: expected another key than {seen[path]!r}")
                 group = groups.setdefault(steps.tobytes(), _Group(steps, []))
-                group.keys.append(_resolved(key, stored))
+                group.keys.append(path)
             known = self._known = stored, list(groups.values())
         return known[1]
 

@@ -280,6 +280,9 @@ def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
         rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({key: [0]}))
         with pytest.raises(KeyError, match=error):
             rb.sample(2)
+    rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({"x.y": [0], ("x.y",): [1]}))
+    with pytest.raises(KeyError, match=r"another key than 'x\.y'"):
+        rb.sample(2)
     rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({("a", "b.c"): [0]}))
     assert not rb.sample(2)["a", "b.c"].any()
 
@@ -292,6 +295,7 @@ def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
         (({"a": []},), ValueError, "at least one offset"),
         (({"a": 3},), TypeError, "a list of offsets"),
         (({"a": [0.5]},), ValueError, "expected whole offsets, got 0.5"),
+        (({"a": [1 << 63]},), ValueError, "at most 4611686018427387904 steps"),
         (({"a": [0]}, "frames"), ValueError, "seconds"),
         (({"a": [0]}, "steps", 5), ValueError, "expected unit='seconds'"),
         (({"a": [0]}, "seconds", 0), ValueError, "positive"),

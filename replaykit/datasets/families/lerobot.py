@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from replaykit.datasets.encoded_frames import (
     REFERENCE_WIDTH,
     FrameFiles,
     VideoIndex,
+    check_image,
     decode_image,
     encode_jpeg,
     video_index,
@@ -42,6 +42,7 @@ from replaykit.datasets.families.lerobot_files import (
     INFO,
     Feature,
     LeRobotSet,
+    VideoFiles,
     arrow,
     file_errors,
     read_set,
@@ -101,6 +102,7 @@ class LeRobotLayout(TableLayout):
     def repair(self, folder: Path) -> list[str]:
         repair = Repair(folder)
         if not repair.changes:
+            _check_repaired(folder, folder / "meta")
             return []
         meta = private_path(folder / "meta", "tmp")
         try:
@@ -169,7 +171,7 @@ class LeRobotFrames:
         }
         self._report_totals()
         self.attached: dict[str, Path] = {}
-        self._counts: dict[str, Counter[str]] = {}
+        self._frames_in: dict[str, dict[str, int]] = {}
         self._find_videos()
         self._joined: dict[str, list[EpisodeMoments]] = {}
 
@@ -231,12 +233,46 @@ class LeRobotFrames:
                 what = f"{missing[0]} is missing, to which the metadata points"
                 self._judge.condemn(position, self.location(position).error(what, missing[1]))
             else:
+                self._check_length(position, paths[name])
                 kept.update(name for name, rule in names if rule == "V73")
+        for feature in self._videos:
+            self._check_parts(feature, of.videos[feature.name])
         self._files = {name: at for at, name in enumerate(sorted(kept), 1)}
         if self._video == "lazy":
             self.attached = {name: paths[name] for name in self._files}
         self._reader = FrameFiles([paths[name] for name in self._files], most_open=4)
         self._index = lru_cache(4)(video_index)
+
+    def _check_length(self, position: int, path: Path) -> None:
+        """Check a length before room for the rows is reserved (V70)."""
+        length = int(self._set.lengths[position])
+        if length <= path.stat().st_size:  # few files have more rows than bytes
+            return
+        with file_errors(path, "V10"), arrow().ParquetFile(path) as file:
+            rows = file.metadata.num_rows
+        if rows < length:
+            what = f"the metadata gives it {length} frames, its file has {rows}"
+            self._judge.condemn(position, self.location(position).error(what, "V70"))
+
+    def _check_parts(self, feature: Feature, files: VideoFiles) -> None:
+        """Count the frames that each video has to have, and check that no frame is used twice."""
+        of = self._set
+        names, at = np.unique(files.files, return_inverse=True)
+        frames = np.zeros(len(names), np.int64)
+        np.add.at(frames, at, of.lengths)
+        self._frames_in[feature.name] = dict(zip(names.tolist(), frames.tolist(), strict=True))
+        if files.stops is None:
+            return
+        order = np.lexsort((files.starts, at))
+        is_same = at[order[1:]] == at[order[:-1]]
+        early = files.starts[order[1:]] < files.stops[order[:-1]] - 0.5 / of.fps
+        for place in np.flatnonzero(is_same & early).tolist():
+            pair = order[place : place + 2].tolist()
+            for position in pair:
+                name, (one, other) = files.files[position], of.numbers[pair].tolist()
+                what = f"the episodes {one} and {other} overlap in {name}"
+                where = Location(of.path(name), name, self.episodes.names[position])
+                self._judge.condemn(position, where.error(what, "V73"))
 
     def _references(self, feature: Feature, position: int, timestamps: Array) -> Array:
         """Return the references to the frames of an episode, int64 ``[T, 3]`` (V73)."""
@@ -268,10 +304,8 @@ class LeRobotFrames:
     ) -> None:
         of = self._set
         files = of.videos[feature.name]
-        if files.stops is None:
-            expected = int(of.lengths[position])
-        else:
-            expected = self._frames_of(feature.name)[files.files[position]]
+        expected = self._frames_in[feature.name][files.files[position]]
+        if files.stops is not None:
             seconds = float(files.stops[position] - files.starts[position])
             drift = seconds - int(of.lengths[position]) / of.fps
             if abs(drift) > 0.5 / of.fps:
@@ -283,15 +317,6 @@ class LeRobotFrames:
         if len(found.times) != expected:
             what = f"it has {len(found.times)} frames, expected {expected}"
             raise where.error(what, "V73")
-
-    def _frames_of(self, feature: str) -> Mapping[str, int]:
-        """Return the number of frames that the episodes of each video file have together."""
-        if feature not in self._counts:
-            own = self._counts[feature] = Counter[str]()
-            lengths = self._set.lengths.tolist()
-            for name, length in zip(self._set.videos[feature].files, lengths, strict=True):
-                own[name] += length
-        return self._counts[feature]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -398,6 +423,8 @@ class LeRobotFrames:
                 part = column.slice(rows.start + start, count)
                 encoded = [_image_bytes(each, where, feature) for each in part.to_pylist()]
                 if self._video == "lazy":
+                    for at, each in enumerate(encoded, start):
+                        check_image(each, feature.shape, f"{where}/{feature.name}, record {at}")
                     yield {feature.key: _objects(encoded)}
                     continue
                 pixels = np.empty((count, *feature.shape), np.uint8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.column_files import torch_dtype
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import TERMINATED, TRUNCATED, Key
@@ -26,6 +29,8 @@ __all__ = [
     "arrow",
     "features_of",
     "file_errors",
+    "file_name",
+    "json_lines",
     "read_set",
     "values_of",
 ]
@@ -36,6 +41,7 @@ INDEX: Final = ("timestamp", "frame_index", "episode_index", "index", "task_inde
 _V2: Final = ("v2.0", "v2.1")
 V3: Final = "v3.0"
 _ENCODED: Final = ("video", "image")
+_WIDTH: Final = re.compile("0?[0-9]?d?")
 _ENDS: Final = {
     "next.done": TERMINATED,
     "next.terminated": TERMINATED,
@@ -67,11 +73,11 @@ def file_errors(path: Path | str, rule: str = "V04") -> Iterator[None]:
         yield
     except CorpusError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         # pyarrow's errors are ValueErrors, KeyErrors, or OSErrors without a number.
         what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
         raise CorpusError(f"{path}: {what} [{rule}]") from error
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CorpusError(f"{path}: cannot be read ({error}) [V03]") from error
@@ -182,6 +188,8 @@ def read_set(sources: Sources) -> LeRobotSet:
         if not 0 < fps < float("inf"):
             raise ValueError(f"{fps} frames per second")
         features, left_out = features_of(info["features"])
+        if not isinstance(info.get("splits") or {}, dict):
+            raise ValueError(f"splits is {info['splits']!r:.40}, expected an object")
     if version == V3:
         made = _read_v3(paths, info, features)
     else:
@@ -216,11 +224,38 @@ def _lines(paths: Mapping[str, Path], name: str) -> list[dict[str, Any]]:
     if name not in paths:
         raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
     with file_errors(paths[name]):
-        text = paths[name].read_text("utf-8")
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        if not all(isinstance(each, dict) for each in found):
-            raise ValueError("a line is not an object")
+        return json_lines(paths[name])
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that has one in each line.
+
+    Raises:
+        ValueError: a line is not an object.
+    """
+    # splitlines() would also split texts at the other line ends of Unicode.
+    lines = path.read_text("utf-8").split("\n")
+    found = [json.loads(line) for line in lines if line.strip()]
+    if not all(isinstance(each, dict) for each in found):
+        raise ValueError("a line is not an object")
     return found
+
+
+def file_name(info: Mapping[str, Any], pattern: str, **place: Any) -> str:
+    """Return the name of a file from a pattern of ``meta/info.json``.
+
+    Raises:
+        ValueError: the pattern is no text, or has other fields than ``place``.
+    """
+    said = info.get(pattern)
+    # A field such as {file_index:999999999} would fill the memory.
+    if not isinstance(said, str) or any(
+        name not in place or not _WIDTH.fullmatch(width or "") or conversion
+        for _, name, width, conversion in string.Formatter().parse(said)
+        if name is not None
+    ):
+        raise ValueError(f"{pattern} of {INFO} is {said!r:.80}, expected the fields {[*place]}")
+    return said.format(**place)
 
 
 def _whole(value: Any) -> int:
@@ -244,11 +279,13 @@ def features_of(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, 
                 raise ValueError(f"the feature {name!r} has the shape {shape}, expected (H, W, C)")
             if names and str(names[0]).startswith("c"):
                 shape = (*shape[1:], shape[0])
+            if dtype == "video" and shape[2] not in (1, 3):
+                raise ValueError(f"the video {name!r} has {shape[2]} channels, expected 1 or 3")
         elif dtype in ("string", "language"):
             left_out.append({"key": name, "why": f"values of the dtype {dtype} are not stored"})
             continue
         else:
-            np.dtype(dtype)
+            torch_dtype(np.dtype(dtype))
         if any(size < 0 for size in shape):
             raise ValueError(f"the feature {name!r} has the shape {shape}")
         shape = () if name in INDEX and shape == (1,) else shape
@@ -281,10 +318,10 @@ def _read_v2(
         chunks = numbers // _whole(info["chunks_size"])
         places = [{"episode_chunk": int(chunk), "episode_index": int(number)}
                   for chunk, number in zip(chunks, numbers, strict=True)]  # fmt: skip
-        data = [info["data_path"].format(**place) for place in places]
+        data = [file_name(info, "data_path", **place) for place in places]
         videos = {
             feature.name: VideoFiles(
-                [info["video_path"].format(video_key=feature.name, **place) for place in places],
+                [file_name(info, "video_path", video_key=feature.name, **each) for each in places],
                 np.zeros(len(entries)),
             )
             for feature in features
@@ -386,10 +423,10 @@ class _EpisodeFile:
             self.firsts = self._whole("dataset_from_index")
             self.stops = self._whole("dataset_to_index")
             self.tasks = table["tasks"].to_pylist()
-            self.data = self._names(info["data_path"], "data")
+            self.data = self._names(info, "data")
             self.videos = {
                 feature.name: VideoFiles(
-                    self._names(info["video_path"], f"videos/{feature.name}", feature.name),
+                    self._names(info, f"videos/{feature.name}", feature.name),
                     self._seconds(f"videos/{feature.name}/from_timestamp"),
                     self._seconds(f"videos/{feature.name}/to_timestamp"),
                 )
@@ -410,10 +447,11 @@ class _EpisodeFile:
             raise ValueError(f"{name!r} is not finite")
         return found
 
-    def _names(self, pattern: str, prefix: str, video_key: str = "") -> list[str]:
+    def _names(self, info: Mapping[str, Any], prefix: str, video_key: str = "") -> list[str]:
         chunks, files = (self._whole(f"{prefix}/{part}_index") for part in ("chunk", "file"))
+        pattern = "video_path" if video_key else "data_path"
         return [
-            pattern.format(video_key=video_key, chunk_index=chunk, file_index=file)
+            file_name(info, pattern, video_key=video_key, chunk_index=chunk, file_index=file)
             for chunk, file in zip(chunks.tolist(), files.tolist(), strict=True)
         ]
 

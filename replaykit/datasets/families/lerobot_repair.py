@@ -21,6 +21,8 @@ from replaykit.datasets.families.lerobot_files import (
     arrow,
     features_of,
     file_errors,
+    file_name,
+    json_lines,
     values_of,
 )
 from replaykit.errors import CorpusError
@@ -67,21 +69,22 @@ class Repair:
     def _repair_v2(self) -> None:
         path = self._folder / _EPISODES
         with file_errors(path):
-            entries = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
-        chunk = self._info["chunks_size"]
-        for entry in entries:
-            number = entry["episode_index"]
-            place = {"episode_chunk": number // chunk, "episode_index": number}
-            run = self._frames.run(self._info["data_path"].format(**place), number)
-            self._set(_EPISODES, entry, "length", run[1] - run[0], f"episode {number}: ")
+            entries = json_lines(path)
+            for entry in entries:
+                number = entry["episode_index"]
+                chunk = number // self._info["chunks_size"]
+                place = {"episode_chunk": chunk, "episode_index": number}
+                run = self._frames.run(file_name(self._info, "data_path", **place), number)
+                self._set(_EPISODES, entry, "length", run[1] - run[0], f"episode {number}: ")
         self._put_lines(_EPISODES, entries)
         path = self._folder / _STATS
         if path.is_file():
             with file_errors(path):
-                said = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
-            for entry in said:
-                number = entry["episode_index"]
-                self._repair_stats(_STATS, entry["stats"], self._frames.moments[number], number)
+                said = json_lines(path)
+                for entry in said:
+                    number = entry["episode_index"]
+                    real = self._frames.moments.get(number, {})
+                    self._repair_stats(_STATS, entry["stats"], real, number)
             self._put_lines(_STATS, said)
         self._count, self._total = len(entries), sum(entry["length"] for entry in entries)
 
@@ -96,11 +99,11 @@ class Repair:
                 with arrow().ParquetFile(path) as file:
                     table = file.read()
                 entries = table.to_pylist()
-            before = len(self.changes)
-            for entry in entries:
-                self._repair_episode(name, entry, at)
-                self._count += 1
-                self._total += entry["length"]
+                before = len(self.changes)
+                for entry in entries:
+                    self._repair_episode(name, entry, at)
+                    self._count += 1
+                    self._total += entry["length"]
             if len(self.changes) > before:
                 self._files[name] = pyarrow.Table.from_pylist(entries, schema=table.schema)
 
@@ -109,7 +112,7 @@ class Repair:
     ) -> None:
         number = entry["episode_index"]
         place = {part: entry[f"data/{part}"] for part in ("chunk_index", "file_index")}
-        first, stop = self._frames.run(self._info["data_path"].format(**place), number)
+        first, stop = self._frames.run(file_name(self._info, "data_path", **place), number)
         length, index = stop - first, self._frames.firsts[number]
         of = f"episode {number}: "
         self._set(name, entry, "length", length, of)

@@ -186,11 +186,19 @@ def test_images_of_parquet_files_stay_as_they_are(tmp_path: Path) -> None:
         data = convert(folder, layout, tmp_path / layout.name)
         assert np.array_equal(data[:][tuple(key.split("."))].numpy(), pixels)
         assert all(found.ok for found in validate(tmp_path / layout.name))
-    encoded[3]["bytes"] = encoded[3]["bytes"][:50]
-    edit_table(path, lambda rows: [row.update({key: new}) for row, new in
-                                   zip(rows, encoded, strict=True)] and None)  # fmt: skip
-    with pytest.raises(CorpusError, match=r"episode_1.*record 0.*V03"):
-        convert(folder, LEROBOT_PIXELS, tmp_path / "bad")
+    sound = encoded[3]["bytes"]
+    depth = io.BytesIO()
+    Image.fromarray(np.zeros((8, 6), np.uint16)).save(depth, "PNG")
+    for wrong, layout, rule in (
+        (sound[:50], LEROBOT_PIXELS, "V03"),
+        (sound[:20], LEROBOT, "V03"),
+        (depth.getvalue(), LEROBOT, r"I;16 \[8, 6, 1\].*V10"),
+    ):
+        encoded[3]["bytes"] = wrong
+        edit_table(path, lambda rows: [row.update({key: new}) for row, new in
+                                       zip(rows, encoded, strict=True)] and None)  # fmt: skip
+        with pytest.raises(CorpusError, match=rf"episode_1.*record 0.*{rule}"):
+            convert(folder, layout, tmp_path / "bad")
 
 
 CODECS = {
@@ -304,6 +312,10 @@ def drop_column(folder: Path) -> None:
     parquet.write_table(parquet.read_table(path).drop(["action"]), path)
 
 
+def deep_json(folder: Path) -> None:
+    (folder / "meta/info.json").write_text("[" * 99_999)
+
+
 def longer_video(path: Path) -> None:
     write_video(path, len(frames_of(path)[0]) + 1, 10, 0)
 
@@ -314,6 +326,20 @@ def slower_video(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Fault, str, str]] = {
     "length": (of_episode("length", 8), "V70", "8"),
+    "huge length": (of_episode("length", 10**13), "V70", "10000000000000"),
+    "huge width": (
+        of_info(lambda info: info.update(data_path="{episode_index:99999}{file_index:99999}")),
+        "V04", "expected the fields",
+    ),
+    "splits": (of_info(lambda info: info.update(splits=[1, 2])), "V04", "splits is"),
+    "object": (
+        of_info(lambda info: info["features"]["action"].update(dtype="O")), "V04", "no dtype object"
+    ),
+    "channels": (
+        of_info(lambda info: info["features"]["observation.images.top"].update(shape=[32, 48, 4])),
+        "V04", "4 channels",
+    ),
+    "deep JSON": (deep_json, "V03", "recursion"),
     "missing row": (drop_rows, "V70", "parquet"),
     "missing data": (
         lambda folder: sorted((folder / "data").rglob("*.parquet"))[0].unlink(), "V71", "missing"
@@ -414,12 +440,55 @@ def test_repair_derives_metadata(faults: list[Fault], copied: Path, sound: Path)
 
 @pytest.mark.parametrize("name", ["timestamp", "missing video", "longer video", "no video"])
 def test_repair_changes_nothing_if_a_fault_remains(name: str, copied: Path) -> None:
-    of_info(lambda info: info.update(total_frames=1))(copied)
     FAULTS[name][0](copied)
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    with pytest.raises(CorpusError, match=FAULTS[name][1]):
-        repair(copied)
-    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+    for frames in (sum(LENGTHS), 1):
+        of_info(lambda info, frames=frames: info.update(total_frames=frames))(copied)
+        before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+        with pytest.raises(CorpusError, match=FAULTS[name][1]):
+            repair(copied)
+        assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_episodes_never_share_frames_of_a_video(tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [5, 7, 6, 4])
+    place = "videos/observation.images.top"
+    edit_table(tmp_path / "set" / EPISODES, lambda rows: rows[1].update(
+        {f"{place}/from_timestamp": 0.2, f"{place}/to_timestamp": 0.9}
+    ))  # fmt: skip
+    with pytest.raises(CorpusError, match=r"file-000.mp4: .*episodes 0 and 1 overlap.*\[V73\]"):
+        convert(tmp_path / "set", LEROBOT, tmp_path / "data")
+    with pytest.warns(UserWarning, match=r"V73"):
+        data = convert(
+            tmp_path / "set", LEROBOT, tmp_path / "data", policies=Policies(on_invalid="skip")
+        )
+    assert data.episode_table["episode"].tolist() == [2, 3]
+    assert repair(tmp_path / "set")
+    data = convert(tmp_path / "set", LEROBOT, tmp_path / "data", force=True)
+    check_items(data, items_of(tmp_path / "set"))
+
+
+def test_texts_may_hold_any_character(tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [3, 2], version="v2.1", cameras=[])
+    for name in ("tasks", "episodes"):
+        path = tmp_path / "set/meta" / f"{name}.jsonl"
+        path.write_text(path.read_text().replace("push the", "poussé\u2028\x85 le"), "utf-8")
+    edit_json(tmp_path / "set/meta/info.json", lambda info: info.update(total_frames=1))
+    assert repair(tmp_path / "set")
+    data = LeRobotExperienceReplay("a/set", 2, source=tmp_path / "set", root=tmp_path / "root")
+    assert data.tasks == ["poussé\u2028\x85 le block", "pull the block"]
+
+
+def test_packets_that_edits_remove_are_no_frames(tmp_path: Path) -> None:
+    path, cut = tmp_path / "a.mp4", tmp_path / "cut.mp4"
+    write_video(path, 12, 10, 0)
+    with av.open(str(path)) as old, av.open(str(cut), "w") as new:
+        source = old.streams.video[0]
+        stream = new.add_stream_from_template(source)
+        for packet in old.demux(source):
+            if packet.dts is not None:
+                packet.pts, packet.dts, packet.stream = packet.pts - 3000, packet.dts - 3000, stream
+                new.mux(packet)
+    np.testing.assert_allclose(video_index(cut).seconds, frames_of(cut)[0])
 
 
 def test_facts_of_a_folder(sound: Path) -> None:
@@ -456,6 +525,11 @@ def test_mutated_sets_are_refused_or_right(seed: int, tmp_path: Path) -> None:
     if refusal is not None:
         assert re.search(r"\[V\d\d\]", refusal), (what, refusal)
         assert str(tmp_path) in refusal, (what, refusal)
+        try:
+            right = not repair(folder) or all(found.ok for found in validate(folder))
+        except (CorpusError, ValueError) as error:
+            right = bool(re.search(r"\[V\d\d\]|with a LeRobot data set", str(error)))
+        assert right, what
         return
     check_items(data, items_of(folder))
     assert torch.isfinite(rows["observation", "state"]).all(), what
