@@ -81,21 +81,25 @@ class Observations {
 
   // -- the entries in use -------------------------------------------------------------------------
 
-  // Finds the entries in use from the references of the first `stored` rows.
+  // Finds the entries in use from the references of the first `stored` rows. After a removal of
+  // rows, these may refer to entries behind the stored rows.
   void derive(std::int64_t stored) {
     clear();
-    held_[0].assign(static_cast<std::size_t>(stored), 0);
+    std::int64_t stop = stored;
+    for (std::int64_t row = 0; row < stored; ++row) {
+      for (const int kind : {kObservation, kNext}) stop = std::max(stop, entry(row, kind) + 1);
+    }
+    make_available(stop);
     for (std::int64_t row = 0; row < stored; ++row) {
       for (const int kind : {kObservation, kNext}) {
         const std::int64_t at = entry(row, kind);
-        if (at >= stored) outside(stored, at);
         if (held(at) & kOf[kind]) {
           throw std::invalid_argument("expected an entry for each reference, got an entry of two rows");
         }
         hold(at, kind);
       }
     }
-    available_ = stored;
+    written_ = stored;
     add_free();
     if (shared_) known_references_.assign(references_, references_ + 2 * stored);
   }
@@ -107,19 +111,23 @@ class Observations {
   // `derive` must follow if this throws.
   void follow(const List& rows, std::int64_t stored) {
     forget();
-    const std::int64_t before = available_;
-    make_available(stored);
+    std::int64_t stop = stored;
     for (const std::int64_t row : rows) {
       if (row >= stored) outside(stored, row);
-      if (row >= before) continue;
+      for (const int kind : {kObservation, kNext}) stop = std::max(stop, entry(row, kind) + 1);
+    }
+    make_available(stop);
+    for (const std::int64_t row : rows) {
+      if (row >= written_) continue;
       const std::int32_t* old = &known_references_[static_cast<std::size_t>(2 * row)];
       for (const int kind : {kObservation, kNext}) release(entry_of(old[kind], row, kind), kind);
     }
-    known_references_.resize(static_cast<std::size_t>(2 * available_));
+    written_ = std::max(written_, stored);
+    known_references_.resize(static_cast<std::size_t>(2 * written_));
     for (const std::int64_t row : rows) {
       for (const int kind : {kObservation, kNext}) {
         const std::int64_t at = entry(row, kind);
-        if (at >= available_ || held(at) & kOf[kind]) outside(available_, at);
+        if (held(at) & kOf[kind]) outside(available_, at);
         hold(at, kind);
       }
       std::copy_n(references_ + 2 * row, 2, &known_references_[static_cast<std::size_t>(2 * row)]);
@@ -137,7 +145,7 @@ class Observations {
     held_[0].clear();
     known_references_.clear();
     held_[1].assign(static_cast<std::size_t>(overflow_), 0);
-    available_ = alone_ = 0;
+    available_ = written_ = alone_ = 0;
     add_free();
   }
 
@@ -257,13 +265,13 @@ class Observations {
     for (const int side : {0, 1}) tops_[side] = free_[side].size();
     known_ = available_;
     planned_ = true;
-    std::int64_t stop = available_;
-    for (const std::int64_t slot : slots_) stop = std::max(stop, (slot / lanes_ + 1) * lanes_);
-    make_available(stop);
+    stop_ = written_;
+    for (const std::int64_t slot : slots_) stop_ = std::max(stop_, (slot / lanes_ + 1) * lanes_);
+    make_available(stop_);
     // Last first, so that rows get entries in the order in which entries were released.
     for (std::size_t i = n; i-- > 0;) {
       for (const int kind : {kNext, kObservation}) {
-        if (!keeps(i, kind) && slots_[i] < known_) release(entry(slots_[i], kind), kind);
+        if (!keeps(i, kind) && slots_[i] < written_) release(entry(slots_[i], kind), kind);
       }
     }
     // Stored entries are shared before any released entry is used again.
@@ -275,7 +283,7 @@ class Observations {
                                                         : after_[i];
         if (keeps(i, kind)) {
           made(i, kind) = entry(slots_[i], kind);
-        } else if (other >= 0 && other < known_ && shares_[side][i]) {
+        } else if (is_known(other) && shares_[side][i]) {
           const std::int64_t at = entry(other, 1 - kind);
           if (held(at) != kOf[1 - kind]) continue;
           hold(at, kind);
@@ -353,8 +361,9 @@ class Observations {
         references_[2 * slots_[i] + kind] = static_cast<std::int32_t>(at >= 0 ? at + 1 : at);
       }
     }
+    written_ = stop_;
     if (shared_) {
-      known_references_.resize(static_cast<std::size_t>(2 * available_));
+      known_references_.resize(static_cast<std::size_t>(2 * written_));
       for (const std::int64_t slot : slots_) {
         std::copy_n(references_ + 2 * slot, 2, &known_references_[static_cast<std::size_t>(2 * slot)]);
       }
@@ -394,7 +403,7 @@ class Observations {
     }
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       for (const int kind : {kObservation, kNext}) {
-        if (!keeps(i, kind) && slots_[i] < known_) hold(entry(slots_[i], kind), kind);
+        if (!keeps(i, kind) && slots_[i] < written_) hold(entry(slots_[i], kind), kind);
       }
     }
     for (; !used_.empty(); used_.pop_back()) free_[used_.back() < 0].push_back(used_.back());
@@ -473,7 +482,7 @@ class Observations {
 
   bool keeps(std::size_t i, int kind) const { return (keep_[i] & kKeep[kind]) != 0; }
 
-  bool is_known(std::int64_t row) const { return row >= 0 && row < available_; }
+  bool is_known(std::int64_t row) const { return row >= 0 && row < written_; }
 
   char* address(const Pair& pair, std::int64_t at) const {
     const Field &root = leaves_[pair.root], &own = leaves_[pair.next];
@@ -512,6 +521,9 @@ class Observations {
   // The free entries of rows, which are taken first, and the free overflow entries.
   List free_[2];
   std::int64_t overflow_ = 0, available_ = 0, alone_ = 0;
+  // The number of first rows with references, now and after the plan. The entries of more rows
+  // may be available.
+  std::int64_t written_ = 0, stop_ = 0;
   // The batch, the result of `compare`, and the plan.
   List before_, after_, slots_, made_, used_;
   std::vector<std::uint8_t> shares_[2], keep_;

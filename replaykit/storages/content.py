@@ -165,7 +165,10 @@ class Group:
         state: dict[str, Any] = {"schema": self.schema.to_json(), "columns": columns}
         if references is not None:
             state["references"] = references
-            if changes is not None:
+            moved = any(
+                isinstance(c, ReferencedColumn) and c.references.moved for c in self.columns
+            )
+            if changes is not None and not moved:
                 state["references"] = TrackedTensor(references, changes, REFERENCES_KEY, self.check)
         if packed is not None:
             records = packed.records

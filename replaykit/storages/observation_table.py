@@ -251,10 +251,23 @@ class ObservationTable:
             return found
         return {path: found[root] for path, root in self._root_of.items()}
 
-    def content(self, stop: int) -> tuple[torch.Tensor, _Leaves]:
-        """Return the references ``[stop, *lanes, 2]`` and copies of the overflow entries."""
-        references = torch.from_numpy(self.references[: stop * self.cells])
-        count = -int(self.references[: stop * self.cells].min(initial=0))
+    def content(self, stop: int) -> tuple[References, _Leaves]:
+        """Return the references of the first ``stop`` slots, and copies of the overflow entries.
+
+        After a removal of rows, the others may refer to entries behind them. Copies of these become
+        further overflow entries.
+        """
+        limit, behind = stop * self.cells, _NOTHING
+        references = self.references[:limit]
+        count = -int(references.min(initial=0))
+        last = references[max(limit - self.cells, 0) :, NEXT]
+        if references.max(initial=0) > limit or not last.all():
+            elements, places = np.arange(limit), np.empty((limit, 2), np.int64)
+            for kind in (OBSERVATION, NEXT):
+                places[:, kind] = entries_of(references, elements, self.cells, kind)
+            behind, number = np.unique(places[places >= limit], return_inverse=True)
+            references = references.copy()
+            references[places >= limit] = -1 - count - number
         if self._overflow is None:
             schema = self._overflow_schema.leaves
             values = {
@@ -263,7 +276,20 @@ class ObservationTable:
             }
         else:
             values = self._overflow.gather(arange(count).to(self.device), contiguous=True)
-        return references.view(stop, *self.rows.lanes, 2), values
+        if len(behind):
+            at, roots = torch.from_numpy(behind).to(self.device), list(self._root_of.values())
+            added = self._roots.gather_keys(roots, at)
+            for path, leaf in values.items():
+                parts = carried(leaf), carried(added[self._root_of[path]])
+                values[path] = torch.cat(parts).view(leaf.dtype)
+        shape = stop, *self.rows.lanes, 2
+        return References(
+            limit,
+            self.cells,
+            (torch.from_numpy(references).view(shape),),
+            count + len(behind),
+            moved=len(behind) > 0,
+        ), values
 
     # -- comparing ------------------------------------------------------------------------------
 

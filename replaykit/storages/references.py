@@ -108,13 +108,18 @@ class References:
         table: the references, int32 ``[rows, 2]`` in any shape. Or, in a format before version 3,
             the arguments ``own`` and ``steps`` of ``followed_references``.
         overflow: number of overflow entries.
+        moved: whether entries have other numbers than in the storage. Then a later save cannot
+            reuse parts of the table.
 
     Tables in files are read and checked only when rows are read. If they are invalid, that read
     raises ValueError.
     """
 
-    def __init__(self, rows: int, lanes: int, tables: tuple[Any, ...], overflow: int) -> None:
+    def __init__(
+        self, rows: int, lanes: int, tables: tuple[Any, ...], overflow: int, *, moved: bool = False
+    ) -> None:
         self.rows, self.lanes, self.tables, self.overflow = rows, lanes, tables, overflow
+        self.moved = moved
 
     @property
     def what(self) -> str:

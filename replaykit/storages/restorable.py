@@ -32,7 +32,6 @@ from replaykit.storages.references import (
     NEXT,
     OBSERVATION,
     ReferencedColumn,
-    References,
     rebuilt_columns,
 )
 from replaykit.storages.taken_rows import load_taken, taken_mask
@@ -65,9 +64,7 @@ class RestorableStorage(ColumnStorage):
         if isinstance(columns, DedupColumns):
             packed = columns.rows.packed(length)
             leaves.update(columns.rows.view(length))
-            table, values = columns.table.content(length)
-            count = len(next(iter(values.values())))
-            known = References(length * self.lanes.numel(), self.lanes.numel(), (table,), count)
+            known, values = columns.table.content(length)
             for path, root in columns.pairs.root_of.items():
                 source, own = leaves[root], values[path]
                 leaves[root] = ReferencedColumn(source, own, known, OBSERVATION, self.lanes)
@@ -399,7 +396,8 @@ def adopt_mapped(columns: DedupColumns, group: Group, rows: int) -> None:
     table, used = None, references[0].overflow
     if used:
         # The table has free entries for later writes, because growth would copy the whole table.
-        entries = min(2 * used + _SPARE_ENTRIES, columns.slots * columns.lanes.numel())
+        limit = columns.slots * columns.lanes.numel()
+        entries = max(used, min(2 * used + _SPARE_ENTRIES, limit))
         tensors = {p: cast(MappedRows, c.values).spanned(entries) for p, c in nexts.items()}
         table = Columns(columns.pairs.overflow, tensors, 1, mapped=True)
     columns.table.adopt_later(references, table, rows)

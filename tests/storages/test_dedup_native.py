@@ -316,7 +316,7 @@ def test_references_that_contradict_each_other_are_refused() -> None:
     for row, kind, value, message in (
         (0, 0, 1, "of two rows"),
         (0, 1, 5, "entry 4"),
-        (1, 0, 4, "to 2 entries, got one to entry 3"),
+        (1, 0, 6, "to 4 entries, got one to entry 5"),
         (1, 1, -3, "to 2 entries, got one to entry 2"),
     ):
         kept = memory.references.copy()

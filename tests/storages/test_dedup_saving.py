@@ -35,6 +35,7 @@ from replaykit import (
 from replaykit.errors import CheckpointError
 from replaykit.storages.content import Content
 from replaykit.storages.indexing import unravel_index
+from replaykit.storages.observation_table import ObservationTable
 from tests.storages.dedup import KINDS, LANES, STORED, Rows, all_stored, buffer, storage, write_all
 
 ALL_KINDS = pytest.mark.parametrize("kind", list(KINDS))
@@ -576,15 +577,24 @@ def test_load_without_memory_changes_no_row(
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("kind", ["missing", "twice"])
-def test_references_that_lead_nowhere_are_refused(kind: str, mmap: bool, tmp_path: Path) -> None:
+def test_references_that_lead_nowhere_are_refused(
+    kind: str, mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved, rb = (buffer("ring", slots=200) for _ in range(2))
     saved.extend(chain(0, 5))
-    references = saved.storage.require().table._references  # as in a crafted file
-    if kind == "missing":
-        references[4, 1] = 0  # the entry of a row that is not stored
-    else:
-        references[:5, 0] = 1
-    saved.dumps(tmp_path / "saved")
+    content = ObservationTable.content
+
+    def crafted(table: ObservationTable, stop: int) -> Any:
+        known, values = content(table, stop)
+        if kind == "missing":
+            known.tables[0][4, 1] = 0  # the entry of a row that is not stored
+        else:
+            known.tables[0][:, 0] = 1
+        return known, values
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObservationTable, "content", crafted)
+        saved.dumps(tmp_path / "saved")
     refused = pytest.raises(CheckpointError, match=r"references|an entry of two rows")
     if mmap:  # the references are read with the first rows
         rb.loads(tmp_path / "saved", mmap=True)
