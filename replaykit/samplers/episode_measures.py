@@ -273,6 +273,10 @@ class WeighedEpisodes:
     def _new(self, index: EpisodeIndex, law: CountLaw, tags: EpisodeTags) -> EpisodeMasses:
         return EpisodeMasses(index, law, tags, self.base, self.where, self.coverage)
 
+    def knows(self, masses: EpisodeMasses | None) -> bool:
+        """Return whether these are the newest masses, and no tag has changed since."""
+        return masses is not None and self._known is masses and self._as_of[1] == masses.tags.number
+
     def forget(self) -> None:
         """Forget the masses, since the storage or its state is another one."""
         self._known = None

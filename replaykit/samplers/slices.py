@@ -228,8 +228,9 @@ class SliceSamplerWithoutReplacement(Sliced):
             order.count != self._episodes
             or self._length != request.window.length
             or (
-                self._version is not None
-                and (
+                order.masses is not None and order.masses.tags.edited
+                if self._version is None
+                else (
                     self._index is not request.episodes
                     or self._version != request.episodes.version
                     or self._law != (request.law, order.masses)
@@ -327,9 +328,16 @@ class SliceSamplerWithoutReplacement(Sliced):
         }
 
     def _notice_writes(self) -> None:
-        """End the pass if rows were written since its last draw, also by another process."""
+        """End the pass if rows or tags were written since its last draw, in any process."""
         index, version = self._index, self._version
-        if version is not None and (index is None or index.newest_version() != version):
+        if version is None:
+            return
+        masses = None if self._law is None else self._law[1]
+        if (
+            index is None
+            or index.newest_version() != version
+            or (self._weighed is not None and not self._weighed.knows(masses))
+        ):
             self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ class EpisodeTags:
 
     Attributes:
         number: grows with each change of a tag. Counts of draws do not change it.
+        edited: whether a tag was set since the values were loaded or copied.
         drawn: grows with each change of the counts.
         layout: grows when episodes get other places in the columns.
 
@@ -56,6 +57,7 @@ class EpisodeTags:
 
     def __init__(self) -> None:
         self.number = self.drawn = self.layout = 0
+        self.edited = False
         self._ids = np.zeros(0, np.int64)
         self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
@@ -98,6 +100,7 @@ class EpisodeTags:
         for name, tensor in given.items():
             self._column(name, tensor).numpy()[at] = tensor.numpy()
         self.number += 1
+        self.edited = True
 
     def checked(self, values: Mapping[str, Any], count: int) -> dict[str, torch.Tensor]:
         """Return a tensor ``[count, *F]`` for each tag; raise as ``set`` does."""
@@ -175,6 +178,9 @@ class EpisodeTags:
 
     # -- state ----------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "edited": False}
+
     def state(self, index: EpisodeIndex) -> dict[str, Any] | None:
         """Return the values of the stored episodes for a ``TagState``; None without values."""
         if not self._columns:
@@ -195,6 +201,7 @@ class EpisodeTags:
         self._columns = {name: column[at].clone() for name, column in columns.items()}
         self.number += 1
         self.layout += 1
+        self.edited = False
 
     def packed(self) -> Array:
         """Return the tags with the ids of the episodes as int64 numbers, for a commit.
@@ -244,6 +251,7 @@ class EpisodeTags:
         self._ids, self._columns = every, columns
         self.number += 1
         self.layout += 1
+        self.edited = True
         self._packed = self.number, numbers.copy()
 
 

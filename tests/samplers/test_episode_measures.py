@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,30 @@ def test_a_pass_has_the_chosen_episodes_only(kind: str, tmp_path: Path) -> None:
 
 
 LENGTHS = torch.tensor([3, 9, 2, 4, 5, 7])
+
+
+@pytest.mark.parametrize("follow", ["load", "resize"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_tag_ends_a_pass_before_and_after_a_load(follow: str, early: bool) -> None:
+    options = {"where": lambda data: data["task"] == 1, **PASSES["in order"]}
+    rb = make([3] * 5, 40, batch=3, **options)
+    index = torch.arange(0, 15, 3)
+    rb.tag(index, {"task": torch.tensor([1, 1, 1, 1, 0])})
+
+    def tag() -> None:  # as many episodes, but others
+        rb.tag(index[[1, 4]], {"task": torch.tensor([0, 1])})
+
+    assert starts(rb) == [0]
+    if early:
+        tag()
+    if follow == "load":
+        rb.load_state_dict(rb.state_dict())
+    else:
+        rb.resize(50)
+    if not early:
+        assert starts(copy.deepcopy(rb)) == [100]
+        tag()
+    assert [starts(rb)[0] // 100 for _ in range(4)] == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", PASSES)
