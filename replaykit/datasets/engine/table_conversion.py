@@ -108,22 +108,21 @@ def convert_table(
 class _Digests:
     """The SHA-256 of one column in each episode, of rows that arrive in blocks."""
 
-    def __init__(self, lasts: npt.NDArray[np.int64]) -> None:
-        self._stops, self._at = lasts + 1, 0
+    def __init__(self, stops: npt.NDArray[np.int64]) -> None:
+        self._stops, self._at = stops, 0
         self._hash = hashlib.sha256()
         self.found: list[bytes] = []
 
     def add(self, values: Array) -> None:
-        row = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-        start, stop = self._at, self._at + len(values)
-        while start < stop:
-            end = int(self._stops[len(self.found)])
-            self._hash.update(row[start - self._at : min(end, stop) - self._at].data)
-            if end <= stop:
-                self.found.append(self._hash.digest())
-                self._hash = hashlib.sha256()
-            start = min(end, stop)
-        self._at = stop
+        rows = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8).data
+        low, high = np.searchsorted(self._stops, (self._at, self._at + len(values)), "right")
+        start = 0
+        for stop in (self._stops[low:high] - self._at).tolist():
+            self._hash.update(rows[start:stop])
+            self.found.append(self._hash.digest())
+            self._hash, start = hashlib.sha256(), stop
+        self._hash.update(rows[start:])
+        self._at += len(values)
 
 
 class _Writer:
@@ -154,7 +153,7 @@ class _Writer:
         self._returns = np.full(len(self.positions), np.nan)
         self._statistics = {column.key: Statistics() for column in wanted if not column.frames}
         self._digests = {
-            column.key: _Digests(self._stops - 1)
+            column.key: _Digests(self._stops)
             for column in wanted
             if column.key[0] in ("observation", "action") and not column.frames
         }
