@@ -753,9 +753,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         that of their keys. Without ``lane_key``, the lanes of the storage are the streams, or all
         rows are one stream.
 
-        With a LaneWriter or EpisodeWriter the rows are removed at once, unless the storage has
-        ``dedup_next``. In other buffers they keep their slots until new rows replace them, and
-        samplers can still draw them. ``extend(overwrite=False)`` replaces no other rows.
+        With a LaneWriter or EpisodeWriter the rows are removed at once, unless processes share a
+        storage with ``dedup_next``. In other buffers they keep their slots until new rows replace
+        them, and samplers can still draw them. ``extend(overwrite=False)`` replaces no other rows.
 
         Args:
             lanes: streams, named by their values of the lane key, or lanes by number; None for the

@@ -27,7 +27,7 @@ from replaykit.episodes.episode_laws import RESTORED
 SLOTS = 24
 
 KINDS = ("ring", "lanes", "streams", "best", "rings", "returns", "episodes")
-ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best")
+ONCE = ("once ring", "once lanes", "once streams", "once rings", "once best", "once episodes")
 """The same, and rings of streams, with observations stored once."""
 SHARED = (
     "shared ring",
