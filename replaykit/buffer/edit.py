@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, is_tensordict
+from replaykit._compat import LazyStackedTensorDict, arange, as_tensor, clone, is_tensordict
 from replaykit.buffer.deliver import is_ragged, with_each
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.row_context import apply_all, fetch_all
@@ -108,7 +108,7 @@ def _count(data: Any) -> int:
 def _own(rows: Any) -> Any:
     """Return a copy for a transform to edit; only tensors are copied."""
     if isinstance(rows, torch.Tensor) or is_tensordict(rows) or is_tensorclass(rows):
-        return rows.clone()
+        return clone(rows)
     if isinstance(rows, dict):
         return {key: _own(value) for key, value in rows.items()}
     if isinstance(rows, (list, tuple)):

@@ -88,6 +88,7 @@ def every(buffer: ReplayBuffer) -> Iterator[Any]:
 @pytest.mark.parametrize("place", ["memory", "dedup", "memmap", "prefetch", "loader"])
 def test_items_are_those_of_lerobot(tmp_path: Path, how: str, place: str) -> None:
     rows, storage = episodes(), LazyTensorStorage(50, dedup_next=place == "dedup")
+    rows["camera"] = rows["camera"].to(torch.uint16)
     if place == "memmap":
         storage = LazyMemmapStorage(50, scratch_dir=tmp_path)  # type: ignore[assignment]
     if place == "dedup":
