@@ -759,7 +759,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
 
         Args:
             lanes: streams, named by their values of the lane key, or lanes by number; None for the
-                ``lanes`` of the LaneWriter, or else for all that have rows.
+                ``lanes`` of the LaneWriter, or else for all that have rows left.
             timeout: seconds to wait for missing rows; None for no limit, 0 to raise at once. A
                 waiting call holds no lock.
 
@@ -817,8 +817,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """Remove all rows, and return them in order of time as ``[lanes, T]``.
 
         All lanes or streams must have equally many rows. No write comes between the read and the
-        removal. Rows are returned as stored, with their row ids under ``"position"``. Rows that
-        were taken are not returned.
+        removal. Rows are returned as stored. TensorDicts also get their row ids under
+        ``"position"``, unless they have this key. Rows that were taken are not returned.
 
         Args:
             skip: number of the oldest rows of each lane that are left out, but also removed.

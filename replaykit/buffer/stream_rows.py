@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaykit._compat import is_tensordict, lookup
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.write import empty_rows
 from replaykit.episodes.streams import stream_keys
@@ -217,7 +218,7 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         rewind(buffer)
         number = (first[:, None] + np.arange(n)).reshape(-1)
         elements = queues.elements(np.repeat(chosen, n), number)
-        rows = _read(storage, elements).unflatten(0, (len(chosen), n))
+        rows = _read(storage, elements, n)
         if _removes(buffer, storage):
             remove_oldest(storage, chosen, np.full(len(chosen), n))
         else:
@@ -225,9 +226,11 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         return rows
 
 
-def _read(storage: ColumnStorage, elements: Array) -> Any:
+def _read(storage: ColumnStorage, elements: Array, steps: int) -> Any:
+    """Return copies of rows ``[lanes, steps]``, given their elements lane by lane."""
     index = torch.from_numpy(elements)
-    return storage.read(index if storage.ndim == 1 else unravel_index(index, storage.lanes))
+    index = index if storage.ndim == 1 else unravel_index(index, storage.lanes)
+    return storage.get(index.unflatten(0, (-1, steps)))
 
 
 class Room:
@@ -297,9 +300,9 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
     with buffer._locked() as found:
         storage = _columns(found)
         queues = StreamQueues(storage, "drain()")
-        lanes = np.arange(len(queues.sizes))
+        lanes = queues.named(None)
         first = queues.taken(lanes)
-        sizes = queues.sizes - first
+        sizes = queues.sizes[lanes] - first
         declared = getattr(buffer._writer, "lanes", None)
         if declared is not None:
             sizes = np.append(sizes, np.zeros(len(declared) - len(sizes), int))
@@ -308,7 +311,7 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
                 f"expected lanes of equal numbers of rows, more than {skip}, got "
                 f"{min(sizes, default=0)} to {max(sizes, default=0)}"
             )
-        written = queues.written
+        written = queues.written[lanes]
         if aligned and (written != written[0]).any():
             raise NotEnoughData(
                 f"aligned=True expected lanes that got equal numbers of rows, got "
@@ -317,7 +320,8 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
         steps = int(sizes[0]) - skip
         number = (first[:, None] + np.arange(skip, skip + steps)).reshape(-1)
         elements = queues.elements(np.repeat(lanes, steps), number)
-        rows = _read(storage, elements).unflatten(0, (len(lanes), steps))
-        rows["position"] = torch.from_numpy(row_ids(storage, elements)).view(len(lanes), steps)
+        rows = _read(storage, elements, steps)
+        if is_tensordict(rows) and lookup(rows, ("position",)) is None:
+            rows["position"] = torch.from_numpy(row_ids(storage, elements)).view(-1, steps)
         empty_rows(buffer, empty_write_count=False)
         return rows

@@ -119,7 +119,9 @@ class StreamQueues:
         return np.asarray(until)
 
     def named(self, lane: Any) -> Array:
-        """Return the numbers of streams, int64 ``[K]``, in the given order; None for all.
+        """Return the numbers of streams, int64 ``[K]``, in the given order.
+
+        None is for all lanes, or for the streams with rows that were not taken.
 
         Raises:
             IndexError: a stream has no stored rows.
@@ -127,7 +129,8 @@ class StreamQueues:
         """
         storage = self._storage
         if lane is None:
-            return np.arange(len(self.sizes))
+            every = np.arange(len(self.sizes))
+            return every if self._index is None else every[self.sizes > self.taken(every)]
         keys = np.atleast_1d(np.asarray(lane))
         if storage.lane_key is None:
             storage.lanes_named(lane)

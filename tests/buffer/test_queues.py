@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 from replaykit import (
     ConsumingSampler,
@@ -27,6 +27,12 @@ from replaykit import (
     ReplayBuffer,
 )
 from replaykit.errors import Closed, NotEnoughData
+
+
+@tensorclass
+class Row:
+    position: torch.Tensor
+
 
 LENGTH = 4
 KINDS = [
@@ -179,6 +185,33 @@ def test_wrong_requests_change_nothing() -> None:
         with pytest.raises(ValueError, match="overwrite=False expected"):
             other.extend(rows([0], 0), overwrite=False)
     assert rb.take(12)["x"].tolist() == [list(range(12))]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "position", "class"])
+def test_rows_of_any_structure_are_taken_and_drained(kind: str) -> None:
+    x = torch.arange(4, dtype=torch.uint8)
+    given: Any = {
+        "tensor": x,
+        "dict": {"position": x},
+        "position": TensorDict({"position": x}, [4]),
+        "class": Row(position=x, batch_size=[4]),
+    }[kind]
+    rb = ReplayBuffer(storage=LazyTensorStorage(8))
+    rb.extend(given)
+    for found, wanted in ((rb.take(1), [[0]]), (rb.drain(skip=1), [[2, 3]])):
+        assert type(found) is type(given)
+        if kind != "tensor":
+            found = found.position if kind == "class" else found["position"]
+        assert (found.tolist(), found.dtype) == (wanted, torch.uint8)
+
+
+@pytest.mark.parametrize("writer", [None, LaneWriter(4)])
+def test_streams_without_rows_left_are_left_out(writer: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, lane_key="env"), writer=writer)
+    rb.extend(rows([0, 1], 0, 2))
+    rb.take(2, [0])
+    assert rb.take(1)["x"].tolist() == [[0]]
+    assert rb.drain(aligned=True)["x"].tolist() == [[1]]
 
 
 @pytest.fixture
