@@ -262,6 +262,12 @@ class Room:
         """Wait until rows may have been taken. Raises TimeoutError."""
         self._wait.pause()
 
+    def stored(self) -> int:
+        """Return the number of stored rows. Raises Closed after waits have ended."""
+        if is_closed(self._buffer):
+            raise Closed("expected an open queue, but close() or shutdown() was called")
+        return len(self._buffer)
+
     def fits(self, storage: Any, rows: Any) -> bool:
         """Return whether there is room for prepared rows. The caller holds the lock.
 
@@ -269,8 +275,7 @@ class Room:
             Closed: waits have ended.
             ValueError: there is never room for that many rows.
         """
-        if is_closed(self._buffer):
-            raise Closed("expected an open queue, but close() or shutdown() was called")
+        self.stored()
         storage, writer = _columns(storage), self._buffer._writer
         if writer.kind == "lanes":
             keys = stream_keys(rows.leaves[storage.lane_key])

@@ -108,8 +108,10 @@ def bring_in(
     chained = buffer._chain.entries
     if chained and ticket is not None:
         # Transforms may hold rows back, so they must not receive rows that are refused later.
+        room = options["room"]
         ticket.admit(
-            rows_given(data, buffer._storage.ndim, single=options["single"]), buffer.__len__
+            rows_given(data, buffer._storage.ndim, single=options["single"]),
+            buffer.__len__ if room is None else room.stored,
         )
     first = flush_rows(buffer) if buffer._restarted else None
     if chained:
@@ -164,7 +166,7 @@ def store_rows(
         ndim=buffer._storage.ndim,
     )
     if ticket is not None and not ticket.admitted:
-        ticket.admit(rows_of(rows), buffer.__len__)
+        ticket.admit(rows_of(rows), buffer.__len__ if room is None else room.stored)
     if not buffer._shared and buffer._prefetcher is None and room is None:
         storage = buffer._storage
         with storage.lock:

@@ -24,6 +24,7 @@ from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
     NStep,
+    RateLimiter,
     ReplayBuffer,
 )
 from replaykit.errors import Closed, NotEnoughData
@@ -164,6 +165,19 @@ def test_waits_end_with_room_with_an_empty_buffer_and_with_close() -> None:
         rb.extend(rows([0], 0, 12))
     assert done[:2] == [2, 2]
     assert all(isinstance(one, Closed) for one in done[2:])
+
+
+@pytest.mark.parametrize("transform", [None, lambda rows: rows])
+def test_close_ends_the_wait_for_a_rate_limiter(transform: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8), rate_limiter=RateLimiter.queue(1), transform=transform
+    )
+    rb.extend(rows([0], 0), overwrite=False)
+    threading.Timer(0.05, rb.close).start()
+    for timeout in (60, 0):  # a call that waits, and a later one
+        with pytest.raises(Closed):
+            rb.extend(rows([0], 1), overwrite=False, timeout=timeout)
+    assert len(rb) == 1
 
 
 def test_wrong_requests_change_nothing() -> None:
