@@ -210,7 +210,7 @@ class WindowsOfLeRobot(LeRobotFolder):
     def _make_subject(self) -> None:
         data = convert(self.source, self._of.layout or LEROBOT, self.target, progress=False)
         keys: dict[str, Any] = {**OFFSETS, **({CAMERA: [0]} if self.cameras else {})}
-        self.data: Any = CorpusExperienceReplay(data.published, BATCH, sample_unit=Windows(keys))
+        self.data = CorpusExperienceReplay(data.published, BATCH, sample_unit=Windows(keys))
         if self._of.workers:
             self._loader = self.data.dataloader(
                 workers=self._of.workers, steps=STEPS + 1, persistent_workers=True
