@@ -82,7 +82,7 @@ class LeRobotLayout(TableLayout):
         'pixels'
         >>> LeRobotLayout(video="mp4")
         Traceback (most recent call last):
-        ValueError: expected video as one of ('lazy', 'pixels', 'jpeg'), got 'mp4'
+        ValueError: video: expected one of 'lazy', 'pixels', 'jpeg', got 'mp4'
     """
 
     name: str = "lerobot"
