@@ -146,7 +146,9 @@ class DedupJournal:
 
     # -- changes ------------------------------------------------------------------------------
 
-    def journal(self, elements: Array, entries: Array, lanes: int, roots: list[Path]) -> None:
+    def journal(
+        self, elements: Array, entries: Array, lanes: int, roots: list[Path], used: int = 0
+    ) -> None:
         """Journal the references of elements, and the entries that will get values.
 
         Args:
@@ -154,6 +156,7 @@ class DedupJournal:
             entries: the entries, as `references.entries_of` numbers them.
             lanes: number of lanes.
             roots: the columns that hold the entries of rows.
+            used: number of slots whose entries committed rows may refer to.
         """
         recovery, home = self._recovery, self._recovery.home
         recovery.journal_table(Tables.REFERENCES, _run_of(elements))
@@ -162,7 +165,7 @@ class DedupJournal:
         inside = entries >= 0
         if inside.any():
             # No stored row refers to these entries, so readers without the lock need no sign.
-            recovery.journal_stored(_run_of(np.unique(entries[inside] // lanes)), roots)
+            recovery.journal_stored(_run_of(np.unique(entries[inside] // lanes)), roots, used)
         if not inside.all():
             numbers = _run_of(np.sort(-1 - entries[~inside]))
             for target in self._targets:

@@ -54,6 +54,8 @@ class ObservationTable:
         native: reads and writes by the core; None if torch moves the rows, as on other devices.
         journal: the journal of overflow entries and references; None if they are only in memory.
         stored: number of time slots that hold rows.
+        used: number of time slots whose entries committed rows may refer to. It can be larger than
+            ``stored``, after a removal of rows.
 
     Cost: 8 bytes per row for the references, and 1 byte for each entry in use. The references of a
     checkpoint that was opened in place are read at their first use.
@@ -65,7 +67,7 @@ class ObservationTable:
         self.elements = rows.slots * self.cells
         self._roots = rows.part(list(pairs.root_of.values()))
         self._overflow: Columns | None = None
-        self.stored = 0
+        self.stored = self.used = 0
         # The system allocates pages of zeros only when they are written to.
         self._references: Array = np.zeros((self.elements, 2), np.int32)
         self._later: ReadLater[None] | None = None
@@ -197,6 +199,8 @@ class ObservationTable:
         """
         self.point()
         self.stored = stored
+        most = int(self.references[: stored * self.cells].max(initial=0))
+        self.used = max(self.used, stored, -(-most // self.cells))
         self.core.derive(stored * self.cells)
 
     def follow(self, elements: Array, stored: int) -> None:
@@ -449,6 +453,7 @@ class ObservationTable:
             core.forget()
             raise
         self.stored = max(self.stored, top)
+        self.used = max(self.used, self.stored)
         if direct and self.native is not None:
             core.write(self._addresses(sources), self.native.threads(count * cells))
             return
@@ -495,7 +500,8 @@ class ObservationTable:
         if self.journal is not None:
             if elements is None:
                 elements = (np.arange(count * cells) + first * cells) % self.elements
-            self.journal.journal(elements, entries, cells, list(self._root_of.values()))
+            roots = list(self._root_of.values())
+            self.journal.journal(elements, entries, cells, roots, self.used)
         return entries, places
 
     def _scatter_stored(

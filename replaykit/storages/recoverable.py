@@ -402,10 +402,15 @@ class Recovery:
             self.sharing.disturb()
         self.journal_stored(at, paths)
 
-    def journal_stored(self, at: Array | range, paths: Iterable[Path] | None = None) -> None:
-        """Journal as ``journal_rows`` does, but give readers without the lock no sign."""
+    def journal_stored(
+        self, at: Array | range, paths: Iterable[Path] | None = None, used: int = 0
+    ) -> None:
+        """Journal as ``journal_rows`` does, but give readers without the lock no sign.
+
+        ``used`` is the number of slots with values that count, if it exceeds that of stored rows.
+        """
         ledger = self.storage.ledger
-        stored = ledger.length
+        stored = max(ledger.length, used)
         if self.state is not None:  # its rows are valid until the next commit, even after a `clear`
             stored = max(stored, self.state.length)
         at, rows = _below(stored, at), self._rows
