@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import (
@@ -50,6 +50,7 @@ __all__ = [
     "put_all",
     "shared_bytes",
     "tensorclass_parts",
+    "uncompiled",
 ]
 
 _PACKAGE = __name__.partition(".")[0]
@@ -302,6 +303,9 @@ def _skipped_frames() -> Any:
 _skip_frames = _skipped_frames()
 
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
 class Uncompiled:
     """Keep torch.compile from tracing the methods of this package's subclasses.
 
@@ -324,15 +328,18 @@ class Uncompiled:
                 parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
                 for function in parts:
                     if isinstance(function, FunctionType):
-                        _exclude_from_compile(function)
+                        uncompiled(function)
 
 
-def _exclude_from_compile(function: Any) -> None:
+def uncompiled(function: FunctionT) -> FunctionT:
+    """Exclude a function, and all that it calls, from torch.compile."""
     if vars(function).get("_torchdynamo_disable"):
-        return
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "buffers and their parts run outside of compiled graphs"
+        return function
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "buffers and their parts run outside of compiled graphs"
     # The wrapper of another package's decorator shares its code with all other wrapped functions.
-    inner = inspect.unwrap(function)
+    inner: Any = inspect.unwrap(function)
     if _skip_frames is not None and inner.__module__.partition(".")[0] == _PACKAGE:
         _skip_frames(inner.__code__)
+    return function

@@ -17,6 +17,7 @@ from replaykit._compat import (
     is_tensordict,
     layout_of,
     put_all,
+    uncompiled,
 )
 from replaykit.buffer.components import DataT
 from replaykit.buffer.draw import (
@@ -179,6 +180,7 @@ def should_merge(include_info: bool | None, depth: int = 3) -> bool:
     return False
 
 
+@uncompiled  # its frames run in the function that iterates
 def batches_of(buffer: ReplayBuffer) -> Iterator[DataT]:
     ran_out = False
     while not (ran_out or is_used_up(buffer)):
