@@ -182,6 +182,7 @@ class WindowsOfLeRobot(LeRobotFolder):
         if of.layout is not None:
             self.cameras = ("top",)
             self.episodes = max(2, setting.images // EPISODE)
+        self.data: Any = None
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
 

@@ -215,7 +215,7 @@ class EpisodeMoments:
             mean + base,
             np.sqrt(np.maximum(square - np.square(mean), 0)),
         )
-        least, largest, mean, std = (each.T.reshape(-1, *shape) for each in found)
+        least, largest, mean, std = (each.T.reshape(len(lengths), *shape) for each in found)
         return cls(least, largest, mean, std, lengths)
 
     @classmethod
