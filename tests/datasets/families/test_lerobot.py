@@ -407,6 +407,23 @@ def test_wrong_statistics_are_reported(copied: Path, tmp_path: Path) -> None:
         convert(copied, LEROBOT, tmp_path / "strict", policies=Policies(strict=True))
 
 
+def test_statistics_of_wide_episodes_are_compared_in_groups(tmp_path: Path) -> None:
+    wide = np.random.default_rng(0).normal(size=(60, 8192)).astype(np.float32)
+    make_lerobot(
+        tmp_path / "set", [10] * 6, cameras=[], more={"observation.wide": wide}, per_file=6
+    )
+    convert(tmp_path / "set", LEROBOT, tmp_path / "sound", policies=Policies(strict=True))
+
+    def spoil(rows: Any) -> None:
+        rows[4]["stats/observation.wide/std"][7] = 5.0
+
+    edit_table(tmp_path / "set" / EPISODES, spoil)
+    with pytest.warns(
+        UserWarning, match=r"std of observation.wide is .* 5, .* episode_4\) \[V74\]"
+    ):
+        convert(tmp_path / "set", LEROBOT, tmp_path / "data")
+
+
 def wrong_statistics(folder: Path) -> None:
     if (folder / EPISODES).exists():
         edit_table(folder / EPISODES, lambda rows: rows[0].update({"stats/action/std": [5.0, 5.0]}))
