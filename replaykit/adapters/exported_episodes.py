@@ -205,11 +205,20 @@ class ExportSource:
                 )
         roots = (OBSERVATION, ("next", *OBSERVATION), ACTION, INFO, ("next", *INFO))
         single = {*SINGLE, ("state",), SEED, *self._flags}
-        return [
+        found = [
             key
             for key in self.leaves
             if key in single or any(is_below(key, root) for root in roots)
         ]
+        for key in found:
+            try:
+                as_array(torch.empty(0, dtype=self.leaves[key].dtype))
+            except TypeError as error:
+                raise SchemaError(
+                    f"key {format_key(key)}: expected a dtype of NumPy for {self._target}, got "
+                    f"{self.leaves[key].dtype}"
+                ) from error
+        return found
 
     def _missing(self, key: Key) -> KeyError:
         known = ", ".join(map(format_key, self.leaves))
@@ -232,25 +241,36 @@ class ExportSource:
         """
         keys = [*self.below(OBSERVATION), *self.below(ACTION)]
         keys += [key for key in SINGLE if key in self.leaves]
-        names = self.names(keys, lambda key: name_of(key, is_image(self.leaves[key])))
+        taken = ("terminated", "truncated")
+        names = self.names(keys, lambda key: name_of(key, is_image(self.leaves[key])), taken)
         return names, [name for key, name in names.items() if is_image(self.leaves[key])]
 
-    def names(self, keys: Iterable[Key], name_of: Callable[[Key], str]) -> dict[Key, str]:
-        """Return the names of columns in a flat target.
+    def names(
+        self, keys: Iterable[Key], name_of: Callable[[Key], str], taken: Collection[str] = ()
+    ) -> dict[Key, str]:
+        """Return the names of columns in a flat target, which are not among ``taken``.
 
         Raises:
-            SchemaError: two columns get one name, or a name contains a slash.
+            SchemaError: two columns get one name, or a name is not possible in files.
         """
         found: dict[Key, str] = {}
         for key in keys:
             name = name_of(key)
-            if name in found.values() or "/" in name:
+            if name in taken or name in found.values():
                 raise SchemaError(
                     f"key {format_key(key)}: expected a unique name without '/' for each column of "
                     f"{self._target}, got {name!r}; rename the parts of the row"
                 )
+            self._check_name(key, name)
             found[key] = name
         return found
+
+    def _check_name(self, key: Key, name: str) -> None:
+        if not name or name[0] == "." or "/" in name or "\0" in name:
+            raise SchemaError(
+                f"key {format_key(key)}: expected a name without '/', which does not begin with "
+                f"'.', for each column of {self._target}, got {name!r}; rename the parts of the row"
+            )
 
     def seed_of(self, number: int, rows: ExportedRows) -> int | None:
         """Return the seed of the reset of an episode; None if it is unknown."""
@@ -278,7 +298,8 @@ class ExportSource:
         """Raise SchemaError unless the columns below a key have the shapes of a space."""
         parts = self.parts(space, key)
         if parts is not None:
-            for _, part, below in parts:
+            for name, part, below in parts:
+                self._check_name(below, name)
                 self.check_space(below, part)
             return
         shape = getattr(space, "shape", None)

@@ -428,21 +428,20 @@ def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any], draft: Draft
             "terminations": rows.terminated,
             "truncations": truncated,
         }
-        draft.wrote(_parts_of(values))
         given = nested_values({key[2:]: rows.info(key) for key in infos}) if infos else None
+        draft.wrote(_parts_of(values if given is None else {**values, "infos": given}))
         yield EpisodeBuffer(id=None, seed=source.seed_of(number, rows), infos=given, **values)
 
 
 def _parts_of(values: Any, name: str = "") -> dict[str, Array]:
-    """Return the arrays in nested dicts and tuples, by joined names, without infos."""
+    """Return the arrays in nested dicts and tuples, by joined names."""
     if isinstance(values, tuple):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
         return {name: values}
     found: dict[str, Array] = {}
     for part, value in values.items():
-        if part not in ("id", "infos"):
-            found |= _parts_of(value, f"{name}/{part}")
+        found |= _parts_of(value, f"{name}/{part}")
     return found
 
 

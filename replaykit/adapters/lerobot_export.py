@@ -23,7 +23,7 @@ from replaykit.adapters.exported_episodes import (
 from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.families.lerobot_files import Feature, arrow, values_of
 from replaykit.errors import SchemaError
-from replaykit.ted import Key
+from replaykit.ted import Key, format_key
 
 __all__ = ["to_lerobot"]
 
@@ -79,8 +79,8 @@ def to_lerobot(
         ValueError: the data has no episode, ``fps`` is not positive, or ``task`` has another count.
             Also if a next observation differs from the observation of the following row in an
             episode. The message names key and episode.
-        SchemaError: two columns get the same name, or a name contains a slash. With ``video``, the
-            sides of an image are odd.
+        SchemaError: two columns get the same name, a name contains a slash, or a column has complex
+            numbers or no values. With ``video``, the sides of an image are odd.
         FileExistsError: the path exists, and ``overwrite`` is False, or it is no LeRobotDataset.
         OSError: the disk has too little room.
         ImportError: pyarrow is not installed, or pillow for images, or av for videos.
@@ -145,6 +145,13 @@ class _Writer:
         self._tasks = tasks
         self._known = list(dict.fromkeys(tasks))
         self._names, self._images = source.table_names(_name)
+        for key in self._names:
+            leaf = source.leaves[key]
+            if leaf.dtype.is_complex or not leaf.shape.numel():
+                raise SchemaError(
+                    f"key {format_key(key)}: expected real numbers and at least one value in a "
+                    f"row, which LeRobot can store, got {leaf.dtype} {list(leaf.shape)}"
+                )
         self._features: dict[str, dict[str, Any]] = {}
         self._histograms = {name: np.zeros((3, 256), np.int64) for name in self._images}
         self._episodes: list[dict[str, Any]] = []

@@ -54,7 +54,7 @@ def to_zarr(
         KeyError: the data lacks a key. The message names it.
         ValueError: the data has no episode, or a next observation differs from the observation of
             the following row in an episode. The message names key and episode.
-        SchemaError: two columns get the same name, or a name contains a slash.
+        SchemaError: two columns get the same name, or a name contains a slash or begins with a dot.
         FileExistsError: the path exists, and ``overwrite`` is False, or it is no such folder.
         OSError: the disk has too little room.
         ImportError: zarr is not installed.
@@ -127,6 +127,10 @@ def to_zarr(
                         pending[name] = _Column(made, chunk)
                     pending[name].write(value)
                 ends.append(rows.count + (ends[-1] if ends else 0))
+            if ends[-1] != total:
+                raise RuntimeError(
+                    f"{target} was not made: the data changed from {total} to {ends[-1]} rows"
+                )
             for column in pending.values():
                 column.finish()
             bounds = np.array(ends, np.int64)

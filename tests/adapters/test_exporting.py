@@ -206,6 +206,17 @@ def test_a_sample_of_minari_is_the_same_after_a_round_trip(datasets, tmp_path):
     same_rows(data[:], again[:])
 
 
+def test_infos_that_minari_reads_back_wrong_are_an_error(nested, monkeypatch):
+    wrote = export_files.Draft.wrote
+
+    def other(self: Any, values: Any) -> None:
+        wrote(self, {name: value + (name == "/infos/count") for name, value in values.items()})
+
+    monkeypatch.setattr(export_files.Draft, "wrote", other)
+    with pytest.raises(RuntimeError, match="'/infos/count' of episode 0 differs"):
+        to_minari(nested, "arm/nested-v0", env=Nested())
+
+
 def test_minari_lists_the_data_set_in_its_namespace(cartpole, datasets):
     to_minari(cartpole, "toys/cartpole/random-v1", env="CartPole-v1")
     to_minari(cartpole, "single-v0", env=gymnasium.spec("CartPole-v1"))

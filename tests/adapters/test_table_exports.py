@@ -293,6 +293,29 @@ def test_bad_data_and_targets_are_refused(form, rb, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "like", "says"),
+    [
+        ("zarr", "terminated", torch.zeros(1), "unique name without '/'.*'terminated'"),
+        ("zarr", ".zgroup", torch.zeros(1), "does not begin with"),
+        ("robomimic", ".", torch.zeros(1), "does not begin with"),
+        ("lerobot", "a\0b", torch.zeros(1), "expected a name"),
+        ("lerobot", "a", torch.zeros(1, 0), "at least one value"),
+        ("lerobot", "a", torch.zeros(1, dtype=torch.complex64), "real numbers"),
+        *((form, "a", torch.zeros(1).bfloat16(), "NumPy") for form in ("zarr", "robomimic")),
+    ],
+)
+def test_columns_that_a_target_cannot_keep_are_refused(form, name, like, says, rb, tmp_path):
+    rows = rb[:]
+    for root in ((), ("next",)):
+        rows[(*root, "observation", name)] = like.expand(24, *like.shape).contiguous()
+    other = ReplayBuffer(storage=LazyTensorStorage(100))
+    other.extend(rows)
+    with pytest.raises(SchemaError, match=rf"'observation', .*{says}"):
+        {**CALLS, "robomimic": to_robomimic}[form](other, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("form", [*CALLS, "robomimic"])
 def test_values_that_read_back_wrong_are_never_visible(form, rb, tmp_path, monkeypatch):
     call = {**CALLS, "robomimic": to_robomimic}[form]

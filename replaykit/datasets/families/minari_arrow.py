@@ -122,6 +122,8 @@ class _MinariTable:
             self._format = said["data_format"]
             count = int(said["total_episodes"])
             steps = int(said["total_steps"])
+            if not 0 <= count <= len(names):
+                raise ValueError(f"total_episodes is {count}, but there are {len(names)} files")
         self._files: list[list[tuple[Path, str]]] = [[] for _ in range(count)]
         self._lengths, seeds = np.zeros(count, np.int64), np.full(count, -1)
         for number in range(count):
@@ -211,9 +213,12 @@ class _MinariTable:
         with file_errors(self._files[first][0][0], "V12"):
             for name, key in _SINGLE.items():
                 dtype = np.dtype(table.schema.field(name).type.to_pandas_dtype())
+                if dtype.kind not in "biuf":
+                    raise ValueError(f"{name!r} is {dtype}, expected numbers")
                 yield SourceColumn(key, (1,), dtype, name)
         if "infos" in known:
-            infos = list(self._infos(table.schema.field("infos"), ("info",)))
+            with file_errors(self._files[first][0][0], "V10"):
+                infos = list(self._infos(table.schema.field("infos"), ("info",)))
             self._parts += infos
             for part in infos:
                 yield self._column(part, part.feature.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,7 +200,7 @@ class _RldsTable:
             found = _Feature(
                 name,
                 "numbers" if encoding == "none" else "encoded",
-                np.dtype(tensor["dtype"]),
+                _dtype_of(tensor["dtype"]),
                 _shape_of(tensor),
                 compressed=encoding == "zlib",
             )
@@ -209,14 +210,18 @@ class _RldsTable:
             found = _Feature(name, "numbers", found.dtype, shape, listed=listed)
         elif is_listed:
             found = None
-        if found is None or (found.kind != "image" and -1 in found.shape):
+        if found is None or (found.kind != "image" and min(found.shape, default=0) < 0):
             self.left_out.append({"key": name, "why": "its values have no fixed shape"})
+            return
+        if found.dtype.kind not in "biufc":
+            self.left_out.append({"key": name, "why": "its dtype is not numeric"})
             return
         yield found
 
     def _resolved(self, feature: _Feature) -> _Feature:
         """Return a feature whose shape is that of its first image, if it is not declared."""
-        if -1 not in feature.shape:
+        if min(feature.shape, default=0) >= 0:
+            self._check_size(feature)
             return feature
         for position in np.flatnonzero(self.steps).tolist():
             where = self.location(position).at(key=f"steps/{feature.name}", record=0)
@@ -229,6 +234,14 @@ class _RldsTable:
                 raise where.error(f"is not an image that can be decoded ({error})", "V03") from None
             return replace(feature, shape=(*shape, 1)[:3])
         return replace(feature, shape=(0, 0, 0))
+
+    def _check_size(self, feature: _Feature) -> None:
+        """Check that a value fits in a record, where each number takes at least one byte."""
+        size, sizes = math.prod(feature.shape), [np.diff(file.spans) for *_, file in self._shards]
+        largest = max((int(each.max()) for each in sizes if len(each)), default=0)
+        if feature.kind in ("numbers", "encoded") and not feature.compressed and size > largest:
+            what = f"has the shape {list(feature.shape)}, but no record is larger than {largest}"
+            raise self._where.at(key=f"steps/{feature.name}").error(f"{what} bytes", "V78")
 
     def _columns(self) -> Iterator[SourceColumn]:
         for feature in self._features:
@@ -305,7 +318,7 @@ class _RldsTable:
                 name = f"steps/{feature.name}"
                 if feature.kind != "numbers":
                     return len(example.bytes(name))
-                size = int(np.prod(feature.shape))
+                size = math.prod(feature.shape)
                 if size:
                     return len(_numbers(example, name)) // size
         raise self._where.error("steps have no features of fixed shapes", "V12")
@@ -378,16 +391,23 @@ class _RldsTable:
         if feature.kind == "numbers":
             if feature.listed is not None:
                 lengths = _numbers(example, f"{name}/ragged_row_lengths_0")
-                if (lengths != feature.listed).any():
+                if len(lengths) != steps or (lengths != feature.listed).any():
                     raise ValueError(f"has lists of other lengths than {feature.listed}")
                 name += "/ragged_flat_values"
             numbers = _numbers(example, name)
-            size = int(np.prod(feature.shape))
+            size = math.prod(feature.shape)
             if len(numbers) != steps * size:
                 raise ValueError(f"has {len(numbers)} numbers, expected {steps} x {size}")
             if feature.dtype == np.uint64:
                 numbers = numbers.view(np.uint64)
-            return numbers.astype(feature.dtype).reshape(steps, *feature.shape)
+            found = numbers.astype(feature.dtype)
+            is_float = feature.dtype.kind == "f"
+            if size and (
+                (numbers.dtype.kind == "f") != is_float
+                or (not is_float and (found != numbers).any())
+            ):
+                raise ValueError(f"has numbers that are not {feature.dtype}")
+            return found.reshape(steps, *feature.shape)
         entries = example.bytes(name)
         if len(entries) != steps:
             raise ValueError(f"has {len(entries)} entries, expected {steps}")
@@ -407,6 +427,14 @@ class _RldsTable:
                 raise ValueError(f"step {at} has {len(raw)} bytes, expected {found[at].nbytes}")
             found[at] = np.frombuffer(raw, feature.dtype).reshape(feature.shape)
         return found
+
+
+def _dtype_of(name: str) -> np.dtype[Any]:
+    """Return a dtype of NumPy; that of objects for names that it does not know."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return np.dtype(object)
 
 
 def _shape_of(said: Mapping[str, Any]) -> tuple[int, ...]:

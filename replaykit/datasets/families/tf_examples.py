@@ -131,21 +131,24 @@ class Example:
             found = _LISTS.get(number, found)
         return found
 
-    def _parts(self, name: str, number: int) -> Iterator[tuple[int, Any]]:
+    def _parts(self, name: str, number: int, single: int) -> Iterator[tuple[int, Any]]:
+        """Yield wire type and value of the entries of a list, which may be packed."""
         for values in _fields(self._features[name], number):
             for field, kind, value in _walk(values):
+                if field == 1 and kind not in (single, _BYTES):
+                    raise ValueError(f"a list has an entry of the wrong type {kind}")
                 if field == 1:
                     yield kind, value
 
     def bytes(self, name: str) -> list[memoryview]:
         """Return the entries of a list of bytes, without copying them."""
-        return [_data(value) for _, value in self._parts(name, 1)]
+        return [_data(value) for _, value in self._parts(name, 1, _BYTES)]
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """Return a list of floats."""
         parts = [
             np.frombuffer(value if kind == _BYTES else struct.pack("<I", value), "<f4")
-            for kind, value in self._parts(name, 2)
+            for kind, value in self._parts(name, 2, _FIXED32)
         ]
         return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
 
@@ -153,7 +156,7 @@ class Example:
         """Return a list of integers."""
         parts = [
             _varints(value) if kind == _BYTES else np.array([value], np.uint64)
-            for kind, value in self._parts(name, 3)
+            for kind, value in self._parts(name, 3, _VARINT)
         ]
         found = np.concatenate(parts) if parts else np.zeros(0, np.uint64)
         return found.view(np.int64)

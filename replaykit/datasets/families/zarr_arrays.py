@@ -50,6 +50,8 @@ _CODECS: Final = re.compile(
 )
 """Codecs that decode bytes to numbers or texts. Others, such as pickle, may run code."""
 _IMAGES: Final = "imagecodecs_"
+_MOST_MISSING: Final = 1 << 24
+"""Number of missing chunks that are looked up one by one."""
 
 
 def zarr_module() -> Any:
@@ -175,6 +177,8 @@ class _Store:
             what = f"episode {at} ends at row {self.stops[at]}, before the end of the one before"
             raise where.error(what, "V32")
         rows = int(self.stops[-1]) if len(self.stops) else 0
+        if not self.arrays:
+            raise self.where.at(key="data").error("has no array of numbers", "V12")
         for name, array in self.arrays.items():
             count = array.shape[0] if array.ndim else 0
             if count != rows:
@@ -216,17 +220,22 @@ class _Store:
 
     def _grid(self, array: Any) -> tuple[int, ...]:
         """Return the shape of the parts that are stored as one: chunks, or shards of them."""
-        return tuple(array.shards or array.chunks)
+        return tuple(max(1, size) for size in array.shards or array.chunks)
 
     def _unstored(self, name: str, array: Any) -> npt.NDArray[np.bool_]:
         """Return which chunks along the rows are not stored whole. Zarr reads them as filled."""
         grid = self._grid(array)
         counts = [-(-size // chunk) for size, chunk in zip(array.shape, grid, strict=True)]
+        members = set(self._below.get(name, ()))  # a ZIP file may have a name twice
+        if counts[0] > len(members) + _MOST_MISSING:
+            what = f"{counts[0] - len(members)} chunks are missing"
+            raise self.where.at(key=name).error(what, "V76")
         stored = np.zeros(counts[0], np.int64)
-        for member in self._below.get(name, ()):
+        for member in members:
             match = _CHUNK.fullmatch(member)
             index = [int(part) for part in re.split(r"[./]", match[1])] if match else []
-            if len(index) == len(counts) and index[0] < counts[0]:
+            # Chunks beyond the shape remain after an array was made smaller.
+            if len(index) == len(counts) and all(map(int.__lt__, index, counts)):
                 stored[index[0]] += 1
         return stored < int(np.prod(counts[1:]))
 
@@ -237,8 +246,14 @@ class _Store:
             CorpusError: a chunk is damaged (V03).
         """
         with _zarr_errors(self.where.at(key=f"data/{name}")):
-            found: Array = np.asarray(self.arrays[name][start:stop])
+            array = self.arrays[name]
+            found: Array = np.asarray(array[start:stop]).astype(_native(array), copy=False)
             return found
+
+
+def _native(array: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = array.dtype.newbyteorder("=")
+    return found
 
 
 def _codecs_of(said: Mapping[str, Any]) -> Iterator[str]:
@@ -292,7 +307,7 @@ class _ZarrTable:
         for key, name in self._names.items():
             array = first.arrays[name]
             shape = tuple(array.shape[1:]) or ((1,) if key[0] == "next" else ())
-            self.columns.append(SourceColumn(key, shape, array.dtype, f"data/{name}"))
+            self.columns.append(SourceColumn(key, shape, _native(array), f"data/{name}"))
         for name, said in first.excluded.items():
             if said is not None:
                 dtype = _dtype_of(said)
@@ -358,7 +373,7 @@ class _ZarrTable:
             for key in keys:
                 array = store.arrays[self._names[key]]
                 each = max(1, array.dtype.itemsize * int(np.prod(array.shape[1:])))
-                chunk = array.chunks[0]
+                chunk = max(1, array.chunks[0])
                 step = max(1, block_bytes // each // chunk) * chunk
                 start, end = int(starts[first]), int(stops[last])
                 while start < end:
@@ -384,7 +399,7 @@ class _ZarrTable:
                 except CorpusError:
                     self._judge.condemn(position, error)
             array = store.arrays[name]
-            found = np.zeros((stop - start, *array.shape[1:]), array.dtype)
+            found = np.zeros((stop - start, *array.shape[1:]), _native(array))
         return found.reshape(-1, 1) if key[0] == "next" else found
 
 

@@ -124,6 +124,22 @@ WRONG = {
         "episode_3: files",
         "V32",
     ),
+    "fewer than none": (
+        lambda d: edited(d / "metadata.json", total_episodes=-1),
+        "total_episodes is -1",
+        "V15",
+    ),
+    "many episodes": (
+        lambda d: edited(d / "metadata.json", total_episodes=10**12),
+        "total_episodes is 1000000000000, but there are",
+        "V15",
+    ),
+    "text rewards": (lambda d: rewritten(d, "rewards", ["a"] * 6), "'rewards' is object", "V12"),
+    "shape of infos": (
+        lambda d: rewritten(d, "infos", pa.array([{"a": [1]}] * 6, SHAPED)),
+        "invalid literal",
+        "V10",
+    ),
     "other format": (
         lambda d: edited(d / "metadata.json", data_format="hdf5"),
         "0 files named",
@@ -162,6 +178,18 @@ WRONG = {
     ),
     "cut": (lambda d: cut(next(d.glob("1/*.arrow"))), r"1/part-0\.arrow", "V03"),
 }
+
+
+SHAPED = pa.struct([pa.field("a", pa.list_(pa.int64(), 1), metadata={b"shape": b"x"})])
+
+
+def rewritten(folder: Path, name: str, column: Any) -> None:
+    """Replace a column of the first episode."""
+    path = next(folder.glob("0/*.arrow"))
+    table = pa.ipc.open_file(path.read_bytes()).read_all()
+    table = table.set_column(table.column_names.index(name), name, pa.array(column))
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
 
 
 def cut(path: Path) -> None:

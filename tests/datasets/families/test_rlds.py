@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import struct
@@ -15,6 +16,7 @@ from PIL import Image
 
 from replaykit.datasets import Policies, RldsExperienceReplay, convert, load_dataset
 from replaykit.datasets.families import RLDS
+from replaykit.datasets.families.tf_examples import Example
 from replaykit.errors import CorpusError
 from tests.datasets.families.mutations import refusals
 
@@ -276,6 +278,14 @@ def changed(folder: Path, **features: Any) -> None:
     shard(folder).write_bytes(records(*map(example, made)))
 
 
+def said(folder: Path, **observation: Any) -> None:
+    """Describe other features of observations."""
+    features = copy.deepcopy(SAID)
+    steps = features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]
+    steps["features"]["observation"]["featuresDict"]["features"].update(observation)
+    (folder / "features.json").write_text(json.dumps(features))
+
+
 def shard(folder: Path) -> Path:
     return folder / "arm-train.tfrecord-00000-of-00002"
 
@@ -314,6 +324,27 @@ WRONG = {
         "V78",
     ),
     "bytes": (lambda d: changed(d, reward=[b"a"] * 6), "reward: has bytes", "V78"),
+    "floats": (
+        lambda d: changed(d, action__open=np.full(6, 0.5, np.float32)),
+        "action/open: has numbers that are not bool",
+        "V78",
+    ),
+    "integers": (lambda d: changed(d, reward=np.arange(6)), "reward: .* not float32", "V78"),
+    "range": (
+        lambda d: changed(d, observation__ids__ragged_flat_values=np.full(24, 2**40)),
+        "ids: has numbers that are not int32",
+        "V78",
+    ),
+    "lists": (
+        lambda d: changed(d, observation__ids__ragged_row_lengths_0=np.zeros(0, int)),
+        "ids: has lists of other lengths than 4",
+        "V78",
+    ),
+    "huge": (
+        lambda d: said(d, state=tensor("float32", 10**12)),
+        r"state: has the shape \[1000000000000\]",
+        "V78",
+    ),
     "image": (
         lambda d: changed(d, observation__image=[b"a"] * 6),
         "image that can be decoded",
@@ -350,6 +381,21 @@ def test_wrong_files_are_refused_by_name(fault, tmp_path):
         convert(tmp_path / "arm", RLDS, tmp_path / "data")
     assert str(tmp_path / "arm") in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "O", "V8", "M8[s]"])
+def test_dtypes_that_are_no_numbers_are_left_out(dtype, tmp_path):
+    write(tmp_path / "arm")
+    said(tmp_path / "arm", state=tensor(dtype, 3), raw=tensor("float64", -3, encoding="bytes"))
+    data = converted(tmp_path / "arm", tmp_path / "data")
+    left_out = {each["key"] for each in data.published.manifest.report["left_out"]}
+    assert {"observation/state", "observation/raw"} < left_out
+
+
+def test_an_entry_of_another_wire_type_is_an_error():
+    message = field(1, field(1, field(1, b"a") + field(2, field(2, b"\x08" + varint(2**40)))))
+    with pytest.raises(ValueError, match="wrong type 0"):
+        Example(memoryview(message)).floats("a")
 
 
 def test_bad_episodes_can_be_left_out(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,22 @@ WRONG = {
         "V03",
     ),
     "no JSON": (lambda p: (p / "data/state/.zarray").write_text("{"), "data/state", "V03"),
+    "no arrays": (lambda p: shutil.rmtree(p / "data"), "data: has no array of numbers", "V12"),
+    "huge ends": (
+        lambda p: described(p / "meta/episode_ends/.zarray", shape=[10**12], chunks=[1]),
+        "meta/episode_ends: 999999999997 chunks are missing",
+        "V76",
+    ),
+    "no chunk size": (
+        lambda p: described(p / "data/state/.zarray", chunks=[0, 5]),
+        "data/state: the chunks of",
+        "V76",
+    ),
+    "chunk beyond the shape": (
+        lambda p: (p / "data/state/1.0").rename(p / "data/state/1.7"),
+        "state: the chunks of 1 rows",
+        "V76",
+    ),
     "fewer rows": (
         lambda p: described(p / "data/state/.zarray", shape=[19, 5]),
         "data/state: has 19 rows, but the episodes end at row 20",
@@ -170,6 +187,30 @@ def test_wrong_files_are_refused_by_name(fault, tmp_path):
     assert str(tmp_path / "a") in str(caught.value) or fault == "huge"
     assert f"[{rule}" in str(caught.value) or fault == "huge"
     assert not (tmp_path / "data").exists()
+
+
+def test_a_chunk_that_a_zip_file_has_twice_hides_none(tmp_path):
+    write(tmp_path / "a", state={"chunks": (6, 3)})
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for path in sorted((tmp_path / "a").rglob("*")):
+            if path.is_file() and path.name != "1.1":
+                name = str(path.relative_to(tmp_path / "a"))
+                file.write(path, name)
+                if path.name == "1.0" and "state" in name:
+                    with pytest.warns(UserWarning, match="Duplicate"):
+                        file.write(path, name)
+    with pytest.raises(CorpusError, match=r"state: the chunks of 1 rows.*\[V76\]"):
+        convert(tmp_path / "a.zip", ZARR, tmp_path / "data")
+
+
+def test_big_endian_and_empty_values_are_read(tmp_path):
+    write(tmp_path / "a")
+    big, none = np.arange(40, dtype=">f4").reshape(20, 2), np.zeros((20, 0))
+    data = zarr.open_group(tmp_path / "a", mode="a")["data"]
+    data.create_array("big", data=big), data.create_array("none", data=none)
+    rows = convert(tmp_path / "a", ZARR, tmp_path / "data")[:]["observation"]
+    assert rows["big"].tolist() == big.tolist()
+    assert rows["none"].shape == (20, 0)
 
 
 @pytest.mark.parametrize("ends", [[7, 6, 20], [-1, 8, 20], [7.0, 8.0, 20.0], [[7], [8], [20]]])
