@@ -103,7 +103,9 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
     found += [Finding("rules", False, f"{note.first}: {note.text} [{note.rule}]") for note in notes]
     count = int(np.count_nonzero(kept)) - len([each for each in judge.bad if kept[each]])
     text = f"{counted(count, 'episode')} of layout {layout.name} without a fault"
-    return [*found, Finding("episodes", count == len(kept), text)]
+    if skipped := len(kept) - count - len(judge.bad):  # `convert` leaves them out, too
+        text += f", and {skipped} without rows"
+    return [*found, Finding("episodes", count > 0 and not judge.bad, text)]
 
 
 def repair(path: Path) -> list[str]:
