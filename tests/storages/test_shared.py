@@ -222,6 +222,11 @@ steps = st.one_of(
 )
 
 
+def streams_of(buffer: ReplayBuffer) -> int:
+    """Return the number of streams that have rows."""
+    return buffer.storage.episodes.lanes if len(buffer) else 0
+
+
 def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
     """One step, through one of the handles."""
     what, *more = step
@@ -241,7 +246,9 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
         worked.emptied = True
         worked.do(at, lambda buffer: buffer.empty(more[0]))
     elif what == "remove" and kind.streams and not kind.dedup:
+        before = streams_of(model)
         worked.do(at, lambda buffer: buffer.remove_oldest(more[0]))
+        worked.emptied |= streams_of(model) < before
     elif what == "tag" and len(model) and kind.ndim == 1:
         worked.do(at, lambda buffer: buffer.tag(worked.elements([more[0]]), {"mark": more[0]}))
     elif what == "save":
