@@ -210,7 +210,7 @@ def test_infos_that_minari_reads_back_wrong_are_an_error(nested, monkeypatch):
     wrote = export_files.Draft.wrote
 
     def other(self: Any, values: Any) -> None:
-        wrote(self, {name: value + (name == "/infos/count") for name, value in values.items()})
+        wrote(self, {**values, "/infos/count": values["/infos/count"] + 1})
 
     monkeypatch.setattr(export_files.Draft, "wrote", other)
     with pytest.raises(RuntimeError, match="'/infos/count' of episode 0 differs"):
