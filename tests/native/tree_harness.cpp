@@ -36,12 +36,21 @@ std::unique_ptr<Number[], Free> lines(std::int64_t count, Number value) {
   return std::unique_ptr<Number[], Free>(static_cast<Number*>(memory));
 }
 
+// The capacity, rounded up to a multiple of 8.
+std::int64_t leaves_of(const TreeLevels& levels) { return levels.count[0] << kFanBits; }
+
+// Inner entries of all levels, each rounded up to a multiple of 8.
+std::int64_t entries_of(const TreeLevels& levels) {
+  const int last = levels.depth - 1;
+  return levels.offset[last] + (eighths(levels.count[last]) << kFanBits);
+}
+
 template <class Leaf, class Inner>
 struct Held {
   Held(std::int64_t capacity, Leaf identity)
       : levels(levels_of(capacity)),
-        leaves(lines<Leaf>(levels.leaves, identity)),
-        nodes(lines<Inner>(levels.entries, identity)) {}
+        leaves(lines<Leaf>(leaves_of(levels), identity)),
+        nodes(lines<Inner>(entries_of(levels), identity)) {}
 
   Tree tree() {
     const double ceiling = sizeof(Leaf) == 4 ? FLT_MAX : DBL_MAX / double(levels.capacity);
@@ -171,11 +180,12 @@ void programs(const TreeKernels& kernels, TreeKind kind, std::uint64_t seed) {
       if (kind == TreeKind::kSum) require_searches(kernels, held, model, random);
       // What is refused is named by its position and changes nothing.
       if (n > 0) {
-        const std::vector<Inner> before(held.nodes.get(), held.nodes.get() + held.levels.entries);
+        Inner* const nodes = held.nodes.get();
+        const std::vector<Inner> before(nodes, nodes + entries_of(held.levels));
         const std::size_t at = random() % std::size_t(n);
         batch.doubles[at] = std::numeric_limits<double>::quiet_NaN();
         REQUIRE(kernels.update(tree, batch.index.data(), doubles, n) == 2 * std::int64_t(at) + 1);
-        for (std::int64_t bad : {capacity, std::int64_t(-1), held.levels.leaves + 64,
+        for (std::int64_t bad : {capacity, std::int64_t(-1), leaves_of(held.levels) + 64,
                                  std::numeric_limits<std::int64_t>::min(),
                                  std::numeric_limits<std::int64_t>::max()}) {
           batch.index[at] = bad;
@@ -203,7 +213,7 @@ void levels() {
        {std::int64_t(1), (std::int64_t(1) << 31) + 1, std::int64_t(1) << 40,
         std::numeric_limits<std::int64_t>::max() - 7}) {
     const TreeLevels levels = levels_of(capacity);
-    REQUIRE(levels.leaves >= capacity && levels.leaves - capacity < 8);
+    REQUIRE(leaves_of(levels) >= capacity && leaves_of(levels) - capacity < 8);
     REQUIRE(levels.depth <= kMaxLevels && levels.count[levels.depth - 1] <= 8);
   }
 }
