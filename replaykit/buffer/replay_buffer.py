@@ -866,7 +866,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                 fixed size, or is a data set.
             MemoryError, OSError: there is no room for the rows.
 
-        After an error nothing has changed.
+        After an error nothing has changed. The exception is a MemoryError after the rows were
+        copied; load a checkpoint then.
 
         Cost: a copy of all rows. During the call, old and new rows take memory.
 
