@@ -115,7 +115,7 @@ class HubFiles:
         repo_id: ``owner/name``.
         directory: the directory of the files.
         suffix: the end of the file names, or all their possible ends.
-        ``beside``: the endings of the names of further files, which describe the files and are
+        descriptions: the ends of the names of further files, which describe the files and are
             fetched with them.
         natural: True to order numbers in file names by value, so that 9 comes before 10.
     """
@@ -123,7 +123,7 @@ class HubFiles:
     repo_id: str
     directory: str
     suffix: str | tuple[str, ...]
-    beside: tuple[str, ...] = ()
+    descriptions: tuple[str, ...] = ()
     natural: bool = False
 
     @property
@@ -173,7 +173,7 @@ class HubFiles:
 
     @property
     def _kind(self) -> str:
-        return "".join((*self._suffixes, *self.beside))
+        return "".join((*self._suffixes, *self.descriptions))
 
     @property
     def _suffixes(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class HubFiles:
         known = _recall(self.repo_id, self.directory, self._kind) if is_offline() else None
         if known is not None:
             return known
-        ends = (*self._suffixes, *self.beside)
+        ends = (*self._suffixes, *self.descriptions)
         suffix = ends[0] if len(ends) == 1 else ""
         listing = list_files(self.repo_id, directory=self.directory, suffix=suffix)
         wanted = [f for f in listing.files if f.path.endswith(ends)]

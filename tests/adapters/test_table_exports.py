@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -23,9 +25,7 @@ from replaykit.datasets.families import LEROBOT, ZARR, LeRobotLayout
 from replaykit.errors import SchemaError
 from tests.prepared import python
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
-zarr = pytest.importorskip("zarr")
+zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 
 LENGTHS = (9, 1, 14)
 CALLS = {"lerobot": lambda *a, **k: to_lerobot(*a, fps=10, **k), "zarr": to_zarr}

@@ -133,7 +133,7 @@ class PrioritisedSampler(Sampler):
         super().__init__()
         self.reduction = reduction
         self.priorities: dict[Any, float] = {}
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.set_times: dict[Any, int] = {}
 
     def sample(self, storage: Storage, batch_size: int) -> Any:
@@ -151,7 +151,7 @@ class PrioritisedSampler(Sampler):
         self.priorities = {}
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        self.told.append("mark_update")
+        self.calls.append("mark_update")
         self._set(index, torch.ones(len(index)))
 
     def update_priority(
@@ -165,7 +165,7 @@ class PrioritisedSampler(Sampler):
         assert storage is not None
         assert storage.lock.acquire(blocking=False)
         storage.lock.release()
-        self.told.append("update_priority")
+        self.calls.append("update_priority")
         index = torch.as_tensor(index).reshape(-1, storage.ndim)
         if generation is not None:
             live = storage.ledger.generations(index[:, 0]) == generation

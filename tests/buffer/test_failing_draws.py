@@ -29,7 +29,7 @@ from tests.buffer.building import CountingSampler, buffer_of, rows, same
 
 
 class FailsAt:
-    """A transform that fails at a row, as often as it is told to."""
+    """A transform that fails at a row, a given number of times."""
 
     def __init__(self, row: int, times: int) -> None:
         self.row, self.times = row, times
@@ -215,7 +215,7 @@ ROWS = 20
 
 
 class Failing(LazyTensorStorage):
-    """Fails to read as often as it is told to."""
+    """Fail to read a given number of times."""
 
     fails = 0
 

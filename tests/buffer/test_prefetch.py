@@ -41,7 +41,7 @@ ROWS = 120
 
 @pytest.fixture(params=["caller", "core", "threads"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who reads: the caller small batches, the core larger ones, or threads of Python."""
+    """The reader of a batch: the caller, the core or threads of Python."""
     if request.param == "threads":
         monkeypatch.setattr("replaykit.buffer.draw.reads_now", lambda buffer: False)
     return request.param
@@ -253,7 +253,7 @@ def test_forked_process_continues_with_the_prefetched_draws(reader: str) -> None
             batch = ahead.sample()
             if not is_whole(batch) or not bool((direct.sample()["index"] == batch["index"]).all()):
                 return False
-        ahead.extend(numbered(reader, ROWS))  # nobody reads any more, or they are read here
+        ahead.extend(numbered(reader, ROWS))  # the reads have ended, or the caller reads
         return is_whole(ahead.sample())
 
     if not (child := os.fork()):

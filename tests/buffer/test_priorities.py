@@ -230,7 +230,7 @@ def filled() -> Callable[..., ReplayBuffer]:
     def make(count: int = 6, **options: Any) -> ReplayBuffer:
         buffer = prioritised(**options)
         buffer.extend(TensorDict({"x": torch.arange(count)}, [count]))
-        buffer.sampler.told.clear()
+        buffer.sampler.calls.clear()
         return buffer
 
     return make
@@ -266,7 +266,7 @@ def test_learners_give_priorities_back_with_the_sample(how: str, filled: Any):
     getattr(buffer, how)(batch)
     for slot in batch["index"].tolist():
         assert priorities(buffer)[slot] == 3.0
-    assert buffer.sampler.told == ["update_priority"]
+    assert buffer.sampler.calls == ["update_priority"]
 
 
 @pytest.mark.pitfall("PR15")
@@ -277,7 +277,7 @@ def test_a_missing_priority_key_is_an_error(filled: Any):
     unchanged(buffer, KeyError, lambda: buffer.update_tensordict_priority(batch), "td_error")
     batch = batch.set("td_error", torch.ones(3)).exclude("index")
     unchanged(buffer, KeyError, lambda: buffer.update_priority(batch), "index")
-    assert buffer.sampler.told == []
+    assert buffer.sampler.calls == []
 
 
 @pytest.mark.pitfall("PR2")

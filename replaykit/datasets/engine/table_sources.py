@@ -154,7 +154,7 @@ class TableLayout:
         Raises:
             CorpusError: the files do not have this layout. The message names file and rule.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"expected open() of {type(self).__name__}, got none")
 
     def recognizes(self, folder: Path) -> bool:
         """Return whether a folder has this layout, from the names of files in it."""

@@ -164,6 +164,6 @@ class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
         if folder and name.startswith("trajectory"):
             file = f"/{name}"
             return HubFiles(
-                cls.repository, f"demos/{folder}", f"{file}.h5", beside=(f"{file}.json",)
+                cls.repository, f"demos/{folder}", f"{file}.h5", descriptions=(f"{file}.json",)
             )
-        return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", beside=(".json",))
+        return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", descriptions=(".json",))

@@ -340,7 +340,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
         repository, folder = minari_repository(dataset_id)
-        return HubFiles(repository, folder, ".hdf5", beside=("/metadata.json",))
+        return HubFiles(repository, folder, ".hdf5", descriptions=("/metadata.json",))
 
 
 def minari_repository(dataset_id: str) -> tuple[str, str]:

@@ -13,35 +13,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="needs the extra lerobot")
-pytest.importorskip("pyarrow", reason="needs the extra lerobot")
-
-from replaykit import (  # noqa: E402
+from replaykit import (
     ImageScale,
     LeRobotExperienceReplay,
     SliceSampler,
     Windows,
 )
-from replaykit.datasets import Policies, convert, load_dataset  # noqa: E402
-from replaykit.datasets import open as open_dataset  # noqa: E402
-from replaykit.datasets.encoded_frames import FrameFiles, video_index  # noqa: E402
-from replaykit.datasets.families import (  # noqa: E402
+from replaykit.datasets import Policies, convert, load_dataset
+from replaykit.datasets import open as open_dataset
+from replaykit.datasets.encoded_frames import FrameFiles, video_index
+from replaykit.datasets.families import (
     LEROBOT,
     LEROBOT_JPEG,
     LEROBOT_PIXELS,
     LeRobotLayout,
 )
-from replaykit.errors import CorpusError  # noqa: E402
-from replaykit.inspection import opened, repair, validate  # noqa: E402
-from replaykit.testing import make_lerobot  # noqa: E402
-from replaykit.testing.lerobot_sets import write_video  # noqa: E402
-from replaykit_command import main  # noqa: E402
-from tests.datasets.families.conftest import SHARED  # noqa: E402
-from tests.datasets.families.lerobot_reader import (  # noqa: E402
+from replaykit.errors import CorpusError
+from replaykit.inspection import opened, repair, validate
+from replaykit.testing import make_lerobot
+from replaykit.testing.lerobot_sets import write_video
+from replaykit_command import main
+from tests.datasets.families.conftest import SHARED
+from tests.datasets.families.lerobot_reader import (
     EPISODES,
     edit_json,
     edit_table,
@@ -49,7 +47,7 @@ from tests.datasets.families.lerobot_reader import (  # noqa: E402
     items_of,
     mutate,
 )
-from tests.support import LoopbackHub  # noqa: E402
+from tests.support import LoopbackHub
 
 VERSIONS = ("v2.1", "v3.0")
 LENGTHS = [5, 7, 1, 6]

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import minari  # noqa: F401
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from gymnasium import spaces
@@ -16,9 +18,6 @@ from replaykit.datasets import MinariArrowExperienceReplay, Policies, convert, l
 from replaykit.datasets.families import MINARI, MINARI_ARROW
 from replaykit.errors import CorpusError
 from tests.datasets.families.mutations import refusals
-
-pa = pytest.importorskip("pyarrow")
-pytest.importorskip("minari")
 
 LENGTHS = (5, 1, 8)
 OBSERVATIONS = spaces.Dict(

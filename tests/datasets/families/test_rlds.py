@@ -20,8 +20,6 @@ from replaykit.datasets.families.tf_examples import Example
 from replaykit.errors import CorpusError
 from tests.datasets.families.mutations import refusals
 
-pytest.importorskip("google_crc32c")
-
 STEPS = (6, 2, 9, 1)
 CLASS = "tensorflow_datasets.core.features."
 

@@ -16,7 +16,7 @@ from replaykit.datasets.families import ZARR
 from replaykit.errors import CorpusError
 from tests.datasets.families.mutations import refusals
 
-zarr = pytest.importorskip("zarr")
+zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 numcodecs = pytest.importorskip("numcodecs")
 
 ENDS = np.array([7, 8, 20])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import h5py
+import minari
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,7 @@ from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, transi
 from replaykit.datasets import convert
 from replaykit.datasets.families import LEROBOT, ROBOMIMIC
 
-minari = pytest.importorskip("minari")
-pytest.importorskip("pyarrow")
-zarr = pytest.importorskip("zarr")
+zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 
 
 def filled(storage):
