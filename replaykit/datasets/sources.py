@@ -81,6 +81,13 @@ class Sources:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"source files must have different names, got twice: {twice}")
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the origin, and name, size and SHA-256 of each file, for a manifest."""
+        files = [
+            {"name": file.name, "size": file.size, "sha256": file.sha256} for file in self.files
+        ]
+        return {"origin": dict(self.origin), "files": files}
+
     @classmethod
     def local(
         cls,

@@ -316,13 +316,7 @@ def _convert(
         group_file=group_file,
         converter={"name": layout.name, "version": layout.version},
         identity=dict(identity),
-        source={
-            "origin": dict(sources.origin),
-            "files": [
-                {"name": file.name, "size": file.size, "sha256": file.sha256}
-                for file in sources.files
-            ],
-        },
+        source=sources.to_json(),
         report=report,
         options=options.to_json(),
         made={**provenance(), "source_stamps": before},
