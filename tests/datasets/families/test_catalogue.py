@@ -358,4 +358,4 @@ def test_ids_of_minari_name_folders_of_its_repositories():
         assert re.fullmatch(r"[a-z0-9]+/[a-z-]+-v[0-2]", folder)
         remote = MinariExperienceReplay.remote(dataset_id)
         assert (remote.repo_id, remote.directory) == (f"farama-minari/{namespace}", folder)
-        assert (remote.suffix, remote.beside) == (".hdf5", ("/metadata.json",))
+        assert (remote.suffix, remote.descriptions) == (".hdf5", ("/metadata.json",))
