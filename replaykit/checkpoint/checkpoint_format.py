@@ -38,22 +38,6 @@ from replaykit.filesystem import file_limit_errors, replace_file, sync_directory
 from replaykit.structure import Path as KeyPath
 from replaykit.structure import build, flatten, from_json, leaf_paths
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "Tensors",
-    "checkpoint_versions",
-    "decode",
-    "encode",
-    "is_published",
-    "open_file",
-    "publish",
-    "read_base",
-    "read_manifest",
-    "version_of",
-]
-
 _FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
 )

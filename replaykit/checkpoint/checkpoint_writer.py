@@ -42,8 +42,6 @@ from replaykit.filesystem import EarlySync, make_directory
 from replaykit.interrupts import check, deferred
 from replaykit.structure import raw_bytes
 
-__all__ = ["Snapshot", "save_checkpoint", "save_snapshot"]
-
 
 class Snapshot:
     """A context manager with the state that a save writes, as of one instant.

@@ -22,19 +22,6 @@ from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.structure import raw_bytes
 
-__all__ = [
-    "Again",
-    "Base",
-    "ChunkWriter",
-    "Pieces",
-    "RowExtent",
-    "chunk_bytes",
-    "files_to_leave",
-    "naming",
-    "rows_of_pages",
-    "runs",
-]
-
 _MOST_FILES = 128
 _SLACK_BYTES = 2**20
 

@@ -17,17 +17,6 @@ from replaykit._compat import memory_users
 if TYPE_CHECKING:
     from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
 
-__all__ = [
-    "RECORDS",
-    "Changes",
-    "CopiedRows",
-    "FrozenRows",
-    "RowsAtSave",
-    "TrackedTensor",
-    "blank",
-    "copy_rows",
-]
-
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

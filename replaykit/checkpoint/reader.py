@@ -22,17 +22,6 @@ from replaykit.filesystem import Span, can_map_spans, file_limit_errors, map_pri
 from replaykit.interrupts import check
 from replaykit.native import crc32
 
-__all__ = [
-    "Checkpoint",
-    "MappedCheckpoint",
-    "MappedRows",
-    "ReadLater",
-    "ReadOnce",
-    "RowChunks",
-    "copied",
-    "map_tensor",
-]
-
 
 class RowChunks:
     """The rows of one tensor in several mapped files, read piece by piece.

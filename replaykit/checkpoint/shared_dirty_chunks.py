@@ -11,8 +11,6 @@ import numpy as np
 
 from replaykit.checkpoint.dirty_chunks import Changes, CopiedRows, TrackedTensor
 
-__all__ = ["SharedChanges", "ViewsOfRows"]
-
 Array = np.ndarray[Any, Any]
 
 _NOW, _NEXT, _SAVES = 0, 1, 2

@@ -26,8 +26,6 @@ from replaykit.checkpoint.checkpoint_format import open_file
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import map_private
 
-__all__ = ["TorchRLCheckpoint", "TorchRLPriorities", "open_torchrl"]
-
 _SINGLE = "_-single-tensor-_"
 _ESCAPED = frozenset('/<>:"|?*\\ %\x7f')
 _WRITER = {"cursor", "write_count", "generation_shape", "generation_dtype"}

@@ -32,21 +32,6 @@ from replaykit.filesystem import EarlySync, disk_errors, require_room, reserve_o
 from replaykit.native import crc32
 from replaykit.ted import Key, format_key
 
-__all__ = [
-    "ATTACHED",
-    "EPISODE_DIRECTORY",
-    "EPISODE_FIELDS",
-    "ColumnOutput",
-    "ColumnSpec",
-    "attach_files",
-    "create_columns",
-    "read_groups",
-    "synced_early",
-    "torch_dtype",
-    "unstorable",
-    "write_episode_table",
-]
-
 # Entries of tensordict's meta.json that are not keys. A key of such a name would be lost
 # silently.
 _META_NAMES: Final = frozenset({"shape", "device", "_type"})

@@ -13,8 +13,6 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 
-__all__ = ["column_statistics"]
-
 Array = np.ndarray[Any, Any]
 
 _BLOCK = 8 << 20

@@ -34,17 +34,6 @@ from replaykit.datasets.sources import (
 from replaykit.errors import CorpusError
 from replaykit.feeds.trajectory_sources import TrajectorySource
 
-__all__ = [
-    "Files",
-    "convert",
-    "digest_of",
-    "known_digest",
-    "local_paths",
-    "local_sources",
-    "open",
-    "paths_of",
-]
-
 _WEB: Final = ("http://", "https://")
 
 Files = (

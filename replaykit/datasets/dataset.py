@@ -41,8 +41,6 @@ from replaykit.datasets.sources import DownloadPlan, Remote, Sources, free_bytes
 from replaykit.keywords import checked_keywords, refuse_unknown
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
-__all__ = ["BaseDatasetExperienceReplay", "LocalFilesReplay"]
-
 
 class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
     """A ReplayBuffer over a published corpus.

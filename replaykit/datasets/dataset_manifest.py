@@ -20,18 +20,6 @@ from replaykit._version import __version__
 from replaykit.declared import Count, Rule, decode_state, encode_state
 from replaykit.native import crc32
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "Array",
-    "AttachedFile",
-    "GroupFile",
-    "Manifest",
-    "crc32_of_file",
-    "joined_crc32",
-    "provenance",
-]
-
 _BLOCK_BYTES: Final = 1 << 20
 _POLYNOMIAL: Final = 0xEDB88320
 

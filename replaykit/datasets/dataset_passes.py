@@ -56,8 +56,6 @@ from replaykit.structure import Leaf, build, flatten
 from replaykit.structure import Path as LeafPath
 from replaykit.ted import Key, format_key
 
-__all__ = ["MASK_KEY", "SPLIT_FORM", "TRAJ_IDS_KEY", "ensure_split", "preprocess_rows"]
-
 MASK_KEY: Final[Key] = ("mask",)
 TRAJ_IDS_KEY: Final[Key] = ("traj_ids",)
 SPLIT_FORM: Final = {"form": "split trajectories"}

@@ -22,8 +22,6 @@ from replaykit.errors import CorpusError
 from replaykit.ted import Key, format_key
 from replaykit.transforms import Transform
 
-__all__ = ["EncodedFrames", "FrameFiles", "VideoIndex", "encode_jpeg", "video_index"]
-
 REFERENCE_WIDTH: Final = 3
 """Numbers of a reference: the number of the file, then the presentation time and 0 of a frame, or
 the offset and the size of an image. Files count from 1, so that zeros refer to no frame."""

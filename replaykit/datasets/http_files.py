@@ -42,17 +42,6 @@ from replaykit.datasets.transfers import (
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import require_room
 
-__all__ = [
-    "DownloadCache",
-    "Refused",
-    "WebFile",
-    "WebSubject",
-    "default_downloads",
-    "download",
-    "fetch_files",
-    "sizes_of",
-]
-
 
 class Refused(Exception):
     """An answer of a server after which another attempt would not help.

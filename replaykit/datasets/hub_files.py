@@ -30,22 +30,6 @@ from replaykit.datasets.transfers import (
 from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
 
-__all__ = [
-    "HubFile",
-    "HubListing",
-    "Subject",
-    "cache_root",
-    "check_repo_id",
-    "endpoint",
-    "entry",
-    "fetch",
-    "is_commit",
-    "list_files",
-    "missing_bytes",
-    "offline_error",
-    "repository_folder",
-]
-
 _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
 

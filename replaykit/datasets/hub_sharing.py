@@ -42,8 +42,6 @@ from replaykit.datasets.transfers import Progress, Retry, is_offline, write_note
 from replaykit.errors import DownloadError, UploadError
 from replaykit.filesystem import disk_errors, require_room
 
-__all__ = ["CARD_NAME", "FORMAT_TAG", "card", "members", "pull", "push", "size_category"]
-
 CARD_NAME: Final = "README.md"
 _TAGS: Final = ("replaykit", "reinforcement-learning")
 _MARK: Final = "<!-- written by replaykit; without this line the text is kept by the next push -->"

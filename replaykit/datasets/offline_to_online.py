@@ -15,8 +15,6 @@ from replaykit.declared import Positive, read_value
 from replaykit.mixture import ReplayBufferEnsemble
 from replaykit.storages import LazyTensorStorage, Storage
 
-__all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
-
 _INFO = ("index", "index_generation")
 
 

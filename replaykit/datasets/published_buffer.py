@@ -32,15 +32,6 @@ from replaykit.structure import Path as KeyPath
 from replaykit.ted import format_key
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
-__all__ = [
-    "CorpusExperienceReplay",
-    "Episodes",
-    "MappedStorage",
-    "chosen_episodes",
-    "encoded_frames",
-    "rows_of",
-]
-
 _PERCENT: Final = r"(?:([0-9]+(?:\.[0-9]+)?)%)?"
 _FRACTION: Final = re.compile(rf"(?=.*%){_PERCENT}:{_PERCENT}(?:@([0-9]{{1,9}}))?")
 

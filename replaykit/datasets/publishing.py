@@ -31,26 +31,6 @@ from replaykit.filesystem import (
 )
 from replaykit.ted import Key
 
-__all__ = [
-    "FORCE",
-    "HELD_BACK",
-    "META",
-    "UNFINISHED_NAME",
-    "Published",
-    "check_own",
-    "ensure_published",
-    "hold_back",
-    "open_directory",
-    "open_published",
-    "publish",
-    "recover",
-    "remove_published",
-    "replace_path",
-    "restore",
-    "verify_directory",
-    "verify_published",
-]
-
 META: Final = "meta.json"
 HELD_BACK: Final = "meta.json.incomplete"
 UNFINISHED_NAME: Final = "unfinished"

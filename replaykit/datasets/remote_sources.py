@@ -36,8 +36,6 @@ from replaykit.datasets.sources import (
 )
 from replaykit.datasets.transfers import is_offline, write_note
 
-__all__ = ["HubFiles", "WebFiles"]
-
 
 @dataclass(frozen=True)
 class WebFiles:

@@ -17,23 +17,6 @@ from replaykit.datasets.engine.h5_checks import check_signature
 from replaykit.errors import CorpusError
 from replaykit.filesystem import NoRoomError, siblings
 
-__all__ = [
-    "SUFFIXES",
-    "DownloadPlan",
-    "PlannedFile",
-    "Remote",
-    "SourceFile",
-    "Sources",
-    "files_below",
-    "free_bytes",
-    "names_of",
-    "require_plain",
-    "require_room_for_columns",
-    "room_needed_at",
-    "sha256_of",
-]
-
-
 SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 """The suffixes by which a folder is searched for H5 files."""
 

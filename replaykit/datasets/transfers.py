@@ -21,30 +21,6 @@ from typing import Any, Final, Protocol, TypeVar
 from replaykit.errors import DownloadError
 from replaykit.filesystem import make_directory, replace_file
 
-__all__ = [
-    "BUSY",
-    "Cancelled",
-    "Meter",
-    "Progress",
-    "Received",
-    "Requested",
-    "Retry",
-    "Stalled",
-    "cancellable_lock",
-    "collect",
-    "difference",
-    "fetch_all",
-    "is_local",
-    "is_offline",
-    "local_error",
-    "progress_bar",
-    "run_all",
-    "seconds_to_wait",
-    "target_lock",
-    "text_hint",
-    "write_note",
-]
-
 T = TypeVar("T")
 
 BUSY: Final = (408, 429, 500, 502, 503, 504)

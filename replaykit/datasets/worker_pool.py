@@ -22,8 +22,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["Job", "Piece", "WorkerPool", "pool_size", "run_in_pool"]
-
 Piece = tuple[int, int]
 Job = Callable[[Piece], Any]
 """A function that processes a piece and returns a result, which is not ``None``.

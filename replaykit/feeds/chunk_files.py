@@ -33,28 +33,6 @@ from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Leaf, build, raw_bytes
 from replaykit.structure import Path as Key
 
-__all__ = [
-    "FORMATS",
-    "ROWS_BYTES",
-    "ZIP_ERRORS",
-    "Chunk",
-    "ChunkHeader",
-    "ChunkLayout",
-    "DamagedChunk",
-    "Format",
-    "Partition",
-    "chunk_name",
-    "draft_of",
-    "encode_chunk",
-    "join_rows",
-    "parse_name",
-    "publish_chunk",
-    "read_array",
-    "read_chunk",
-    "read_columns",
-    "read_header",
-]
-
 Partition = Literal["fifo", "protected"]
 """The folders below a root. Only chunks of the first one are evicted."""
 

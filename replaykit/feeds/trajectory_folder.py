@@ -41,8 +41,6 @@ from replaykit.recovery.locks import Exclusive
 from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["FolderState", "TrajectoryFolder", "end_episodes"]
-
 _SUFFIXES: Final = tuple(set(FORMATS.values()))
 _OWNER: Final = ".owner"
 _PART: Final = "feed"

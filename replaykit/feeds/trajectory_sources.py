@@ -33,15 +33,6 @@ from replaykit.feeds.trajectory_folder import end_episodes
 from replaykit.structure import from_numpy
 from replaykit.ted import DONE, NEXT_FLAGS, TERMINATED, TRUNCATED, unravel
 
-__all__ = [
-    "AlfCheckpoint",
-    "AmagoTrajectories",
-    "EmoteTable",
-    "TrajectoryChunks",
-    "TrajectorySource",
-    "feed_trajectories",
-]
-
 Array = np.ndarray[Any, Any]
 Keys = Collection[Any] | None
 

@@ -35,8 +35,6 @@ from replaykit.structure import Path as Key
 from replaykit.ted import EPISODE_KEYS, end_flags, format_key, unravel
 from replaykit.transforms.frames import PREVIOUS, VALID
 
-__all__ = ["TrajectoryWriter"]
-
 Flush = Literal["done", "call"]
 
 _TAILS = ("cut", "terminated", "truncated")

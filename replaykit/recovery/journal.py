@@ -15,8 +15,6 @@ import numpy as np
 
 from replaykit.filesystem import disk_errors, reserve_blocks
 
-__all__ = ["Journal", "MappedFile", "States"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _GRAIN = mmap.PAGESIZE

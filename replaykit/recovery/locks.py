@@ -18,18 +18,6 @@ import torch
 from replaykit import native
 from replaykit.interrupts import allowed, check
 
-__all__ = [
-    "CommitLock",
-    "Exclusive",
-    "OpenFile",
-    "SharedLock",
-    "check_flock",
-    "drop_in_children",
-    "is_held",
-    "one_thread_in_children",
-    "open_to_lock",
-]
-
 
 class OpenFile:
     """An object that holds a kernel lock on an open file as long as it lives."""

@@ -23,8 +23,6 @@ from replaykit.recovery.recovery_folder import (
     is_shared,
 )
 
-__all__ = ["ElementLog", "GivenViews", "ProcessRegistry", "give_up_rows", "who_uses"]
-
 
 class ProcessRegistry(OpenFile):
     """The entry of this process among the processes that use a folder.

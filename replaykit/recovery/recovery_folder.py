@@ -23,24 +23,6 @@ from replaykit.filesystem import make_directory, replace_file, sync_directory
 from replaykit.recovery.journal import Journal, MappedFile, States
 from replaykit.recovery.locks import Exclusive, is_held
 
-__all__ = [
-    "COUNTS",
-    "DESCRIPTION",
-    "FORMAT",
-    "LOCK",
-    "MAKING",
-    "MANIFEST",
-    "MEMBERS",
-    "RECOVERABLE",
-    "SHARED",
-    "RecoveryFolder",
-    "Tables",
-    "check_file",
-    "is_shared",
-    "read_manifest",
-    "write_manifest",
-]
-
 FORMAT = "replaykit-recovery"
 FORMAT_VERSION = 5
 MANIFEST = "manifest.json"

@@ -14,8 +14,6 @@ from replaykit.errors import CheckpointError, CorpusError, DownloadError, Upload
 from replaykit.tools.commands import app
 from replaykit.tools.output import Output, sentence, write_no_more
 
-__all__ = ["exit_code_of", "run"]
-
 _USAGE: Final = 2
 _INTERNAL: Final = 70
 _INTERRUPTED: Final = 130

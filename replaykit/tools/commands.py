@@ -16,8 +16,6 @@ from replaykit._version import __version__
 from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.tools.output import Output, plain, policy_options, sheet
 
-__all__ = ["app", "families"]
-
 
 @click.group(
     help=(

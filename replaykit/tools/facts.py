@@ -14,30 +14,6 @@ import torch
 
 from replaykit.datasets.engine.statistics import Statistics
 
-__all__ = [
-    "KEY_COLUMNS",
-    "Column",
-    "EpisodeFacts",
-    "Facts",
-    "Finding",
-    "KeyFacts",
-    "LayoutGuess",
-    "Spread",
-    "Table",
-    "TensorColumn",
-    "blocks",
-    "counted",
-    "details",
-    "episode_texts",
-    "evenly",
-    "key_texts",
-    "measured",
-    "number",
-    "size",
-    "table_of",
-    "to_json",
-]
-
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as ``1 episode`` or ``2,000 episodes``."""

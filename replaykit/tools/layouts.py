@@ -25,15 +25,6 @@ from replaykit.datasets.sources import SourceFile, Sources, names_of
 from replaykit.errors import CorpusError
 from replaykit.tools.facts import LayoutGuess, counted
 
-__all__ = [
-    "guess_layout",
-    "known_layouts",
-    "layout_named",
-    "table_layout_of",
-    "table_layouts",
-    "unread_sources",
-]
-
 _OTHER: Final = ("[V04]", "[V12]", "[V10]")
 """Rules that files of another layout break.
 

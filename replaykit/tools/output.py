@@ -20,8 +20,6 @@ from tqdm import tqdm
 
 from replaykit.datasets.engine.policies import Policies
 
-__all__ = ["Output", "plain", "policy_options", "sentence", "sheet", "write_no_more"]
-
 _WIDE: Final = 240
 
 

@@ -42,8 +42,6 @@ from replaykit.tools.plots import (
     variables,
 )
 
-__all__ = ["Picture", "make_page", "strip", "write_page"]
-
 Array = npt.NDArray[Any]
 
 _MOST_LISTED: Final = 25

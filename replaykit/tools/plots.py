@@ -10,21 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "DAY",
-    "HOLES",
-    "NIGHT",
-    "grid_of",
-    "histogram",
-    "holes",
-    "lines",
-    "plot_settings",
-    "small_histograms",
-    "svg_url",
-    "variables",
-]
-
-
 _COLOURS: Final = {
     "bg": ("#f5f7f9", "#12161b"),
     "card": ("#ffffff", "#1a2027"),

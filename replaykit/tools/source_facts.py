@@ -38,8 +38,6 @@ from replaykit.tools.facts import (
 )
 from replaykit.tools.layouts import guess_layout, layout_named, scan_files, unread_sources
 
-__all__ = ["H5Column", "OpenFiles", "corpus_facts", "found_columns", "h5_facts"]
-
 
 def corpus_facts(path: Path) -> tuple[Facts, Table]:
     """Return information about a data set, and its table.

@@ -28,15 +28,6 @@ from replaykit.structure import Branch
 from replaykit.tools.facts import EpisodeFacts, Facts, Table, measured, table_of
 from replaykit.writers import RoundRobinWriter
 
-__all__ = [
-    "checkpoint_facts",
-    "is_recording",
-    "is_scratch",
-    "opened_buffer",
-    "recording_facts",
-    "scratch_facts",
-]
-
 _ENDS: Final = {
     int(EndReason.OPEN): "open",
     int(EndReason.TERMINATED): "terminated",

@@ -22,8 +22,6 @@ from replaykit.tools.facts import Facts, Finding, Table, counted
 from replaykit.tools.layouts import table_layout_of, unread_sources
 from replaykit.tools.source_facts import corpus_facts
 
-__all__ = ["repair", "table_facts", "table_findings"]
-
 _BLOCK_BYTES: Final = 16 << 20
 
 

@@ -37,8 +37,6 @@ from replaykit.tools.stored_facts import (
 )
 from replaykit.tools.tables import table_facts, table_findings
 
-__all__ = ["MOST_BYTES", "h5_files", "kind_of", "opened", "ted_findings", "validate"]
-
 MOST_BYTES: Final = 64 << 20
 """Number of bytes of a key that are read for statistics that are not stored."""
 

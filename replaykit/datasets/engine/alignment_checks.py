@@ -15,8 +15,6 @@ from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.engine.row_batches import Stretch, StretchReader
 from replaykit.ted import Key
 
-__all__ = ["check_alignment", "check_blanks", "check_successor"]
-
 _COMPARED_BYTES: Final = 1 << 20
 """Number of bytes in one comparison."""
 

@@ -54,8 +54,6 @@ from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
 
-__all__ = ["FLAT_FORM", "ConvertOptions", "ensure_dataset", "full_identity", "stamps_of"]
-
 FLAT_FORM: Final = {"form": None}
 """The identity entry of flat data sets.
 

@@ -15,16 +15,6 @@ from replaykit.datasets.engine.locations import WHOLE_FILE, RuleFinding, RuleFin
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.sources import Sources
 
-__all__ = [
-    "duplicates",
-    "lines_of",
-    "make_report",
-    "record_of",
-    "skipped_lines",
-    "summary",
-    "warn_caller",
-]
-
 _PACKAGE: Final = __name__.partition(".")[0]
 _MOST_NAMES: Final = 3
 """Number of names that a line lists after the first name."""

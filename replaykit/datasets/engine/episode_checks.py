@@ -18,8 +18,6 @@ from replaykit.datasets.engine.row_batches import Runs, Stretch
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS
 
-__all__ = ["NEVER", "EndFlags", "FrameChecks", "StretchChecks", "is_image"]
-
 
 def is_image(leaf: PlannedLeaf) -> bool:
     """Return whether a leaf counts as images: an observation of bytes ``[H, W, ...]``."""

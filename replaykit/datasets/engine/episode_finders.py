@@ -18,17 +18,6 @@ from replaykit.datasets.engine.locations import Location, NameTable
 if TYPE_CHECKING:
     from replaykit.datasets.engine.layout import Layout
 
-__all__ = [
-    "EpisodeRef",
-    "EpisodeRefs",
-    "Finder",
-    "FoundEpisodes",
-    "Groups",
-    "Segments",
-    "WholeFile",
-    "natural_key",
-]
-
 _LISTED: Final = 20
 """Number of names of an unknown file that a message lists."""
 _TOGETHER: Final = 1 << 12

@@ -13,24 +13,6 @@ from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
 
-__all__ = [
-    "ALIGNMENTS",
-    "ARRIVALS",
-    "FINAL_STATE",
-    "STATE_RECORDS",
-    "STEPS",
-    "Alignment",
-    "Decoder",
-    "Field",
-    "Images",
-    "Moment",
-    "Preceded",
-    "Role",
-    "Target",
-    "Text",
-    "image_module",
-]
-
 
 class Decoder(Protocol):
     """The protocol of decoders, which convert the values of a dataset to numbers."""

@@ -42,8 +42,6 @@ from replaykit.datasets.engine.h5_values import (
 from replaykit.datasets.engine.locations import Location, SourcePart
 from replaykit.errors import CorpusError
 
-__all__ = ["H5File", "H5Leaf", "H5Member", "open_h5"]
-
 _NO_DATA: Final = "it is neither an array nor a group"
 _SLOTS: Final = 10_007
 """Number of chunks that HDF5 can cache. Its documentation recommends a prime."""

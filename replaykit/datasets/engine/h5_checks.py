@@ -16,28 +16,6 @@ import numpy.typing as npt
 
 from replaykit.errors import CorpusError
 
-__all__ = [
-    "AT_SOURCE",
-    "DEFLATE",
-    "EXTERNAL",
-    "FAULTS",
-    "FLETCHER32",
-    "LZF",
-    "MOST_CHUNK_BYTES",
-    "REFERENCE_BYTES",
-    "SHUFFLE",
-    "SIGNATURE",
-    "ChunkChecks",
-    "Types",
-    "check_signature",
-    "entries_of",
-    "link_problem",
-    "links_of",
-    "naming",
-    "not_numbers",
-    "storage_of",
-]
-
 SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 
 _FETCH_AGAIN: Final = "download the file again"

@@ -16,18 +16,6 @@ import numpy.typing as npt
 from replaykit.datasets.engine.h5_checks import DEFLATE, FLETCHER32, LZF, SHUFFLE, not_numbers
 from replaykit.errors import CorpusError
 
-__all__ = [
-    "LEAST_BYTES",
-    "MOST_TEXT_BYTES",
-    "OBJECT_BYTES",
-    "Held",
-    "HeldValues",
-    "attribute_problem",
-    "inflate",
-    "pieces_of",
-    "require_texts",
-]
-
 LEAST_BYTES: Final = 1 << 15
 """Smallest size in bytes of an array that `inflate` should read.
 

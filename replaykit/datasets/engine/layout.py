@@ -19,20 +19,6 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.sources import SUFFIXES
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = [
-    "ALWAYS",
-    "Bounds",
-    "Counters",
-    "DropLeaves",
-    "Ends",
-    "Flags",
-    "Layout",
-    "SourceFacts",
-    "SourceWindow",
-    "key_problems",
-    "rules_digest",
-]
-
 ALWAYS: Final[tuple[Key, ...]] = (
     *((name,) for name in DEFAULT_DONE_KEYS),
     *(("next", name) for name in DEFAULT_DONE_KEYS),

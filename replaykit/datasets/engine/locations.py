@@ -11,16 +11,6 @@ from typing import Final
 
 from replaykit.errors import CorpusError
 
-__all__ = [
-    "WHOLE_FILE",
-    "Location",
-    "NameTable",
-    "RuleFinding",
-    "RuleFindings",
-    "SourcePart",
-    "path_below",
-]
-
 
 class NameTable:
     """A compact sequence of texts, without a Python object for each text.

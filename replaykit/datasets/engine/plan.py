@@ -24,23 +24,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = [
-    "ALWAYS_KEYS",
-    "OBSERVED_KEY",
-    "EpisodeSpan",
-    "LeftOut",
-    "Plan",
-    "PlannedLeaf",
-    "Skipped",
-    "SourceEpisode",
-    "SourceEpisodes",
-    "Spans",
-    "check_plan",
-    "column_specs",
-    "presence",
-    "presence_key",
-]
-
 Index = npt.NDArray[np.int64]
 
 _TOGETHER: Final = 1 << 12

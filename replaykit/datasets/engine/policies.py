@@ -14,8 +14,6 @@ from replaykit.declared import check_fields
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["Judge", "Policies", "meant", "nearest"]
-
 _MOST: Final = 3
 
 

@@ -35,8 +35,6 @@ from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.ted import Key
 
-__all__ = ["Excluded", "FilePart", "Unfinished", "conversion_digest"]
-
 Excluded = dict[tuple[int, str, int], str]
 
 

@@ -24,17 +24,6 @@ from replaykit.datasets.engine.plan import (
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
 
-__all__ = [
-    "EpisodeRows",
-    "Put",
-    "Runs",
-    "Stretch",
-    "StretchReader",
-    "store_constant",
-    "store_flag",
-    "stretches",
-]
-
 Index = npt.NDArray[np.int64]
 
 _TOGETHER_BYTES: Final = 1 << 20

@@ -33,8 +33,6 @@ from replaykit.datasets.sources import SourceFile
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = ["RowWriter", "Storing", "empty_table"]
-
 _ENDS: Final = ("terminated", "truncated")
 """Roles whose flags are set by any number but zero. Other flags must be 0 or 1."""
 _LEAST_COMMON: Final = 1 << 16

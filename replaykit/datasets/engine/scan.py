@@ -39,8 +39,6 @@ from replaykit.datasets.engine.source_files import (
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 
-__all__ = ["Excluded", "flat_episodes", "gives_no_row", "scan"]
-
 Excluded = Mapping[tuple[int, str, int], str]
 """The reasons to leave out episodes, by file, group and first record."""
 

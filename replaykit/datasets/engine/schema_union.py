@@ -18,8 +18,6 @@ from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
 from replaykit.ted import Key
 
-__all__ = ["SchemaUnion", "Spec", "require_pairs"]
-
 
 def require_pairs(
     fields: Sequence[Field],

@@ -23,16 +23,6 @@ from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.datasets.worker_pool import WorkerPool
 from replaykit.errors import CorpusError
 
-__all__ = [
-    "NOT_LISTED",
-    "ChunkedFile",
-    "JoinedFile",
-    "Listing",
-    "listings",
-    "open_sources",
-    "units_of",
-]
-
 _NUMBER: Final = r"0|[1-9][0-9]{0,17}"
 
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from replaykit.native import MOST_MOMENTS, moments
 
-__all__ = ["Statistics"]
-
 _SCALE: Final = 64
 """The exponent of ``2 ** -64``, by which numbers are scaled if a sum would overflow."""
 

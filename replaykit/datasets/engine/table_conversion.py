@@ -43,8 +43,6 @@ from replaykit.errors import CorpusError
 from replaykit.filesystem import disk_errors, remove_tree
 from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
 
-__all__ = ["convert_table"]
-
 _REWARD: Final[Key] = ("next", "reward")
 _FLAGS: Final = tuple(key for name in DEFAULT_DONE_KEYS for key in ((name,), ("next", name)))
 _IDS: Final[tuple[Key, ...]] = (("episode",), ("seed",))

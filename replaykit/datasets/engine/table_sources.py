@@ -15,8 +15,6 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.sources import Sources
 from replaykit.ted import Key
 
-__all__ = ["SourceColumn", "TableEpisodes", "TableLayout", "TableSource"]
-
 Array = npt.NDArray[Any]
 
 

@@ -25,8 +25,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.feeds.trajectory_sources import TrajectorySource
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["TrajectoryLayout", "content_of"]
-
 _MADE: Final = frozenset(ALWAYS) - {TERMINATED, TRUNCATED}
 """Keys that the writer makes, so those of the trajectories are left out."""
 

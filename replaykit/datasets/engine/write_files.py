@@ -27,17 +27,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.datasets.worker_pool import WorkerPool
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
-__all__ = [
-    "FINALS_DIRECTORY",
-    "WrittenFile",
-    "condense",
-    "remove_column",
-    "store_once",
-    "unchanged_episodes",
-    "without_episodes",
-    "write_files",
-]
-
 _Parts = Generator[FilePart, None, None]
 
 _MOST_ORDERED: Final = 256

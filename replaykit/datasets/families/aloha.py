@@ -16,12 +16,6 @@ from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import Location
 
-__all__ = [
-    "ALOHA",
-    "AlohaExperienceReplay",
-    "AlohaLayout",
-]
-
 _FILE: Final = WholeFile(having=("action", "observations"))
 _IMAGES: Final = "observations/images/"
 

@@ -14,8 +14,6 @@ from replaykit.datasets.dataset import BaseDatasetExperienceReplay
 from replaykit.datasets.engine.policies import meant, nearest
 from replaykit.datasets.sources import DownloadPlan
 
-__all__ = ["families", "load_dataset", "plan", "register_dataset"]
-
 _REGISTERED: dict[str, str | Callable[..., Any]] = {}
 """Functions that make data sets, or their import names, by prefix. Only users add entries."""
 

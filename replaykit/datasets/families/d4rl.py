@@ -24,15 +24,6 @@ from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.remote_sources import WebFiles
 from replaykit.keywords import Replaced
 
-__all__ = [
-    "D4RL",
-    "D4RLExperienceReplay",
-    "D4RLLayout",
-    "Resets",
-    "d4rl_base",
-    "d4rl_file",
-]
-
 Marks = npt.NDArray[np.bool_]
 
 

@@ -20,12 +20,6 @@ from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, Sour
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries
 
-__all__ = [
-    "ISAACLAB",
-    "IsaacLabExperienceReplay",
-    "IsaacLabLayout",
-]
-
 _BEFORE: Final = "obs/actions"
 _SAID: Final = {"true": True, "1": True, "false": False, "0": False}
 """The meanings of texts for ``success``."""

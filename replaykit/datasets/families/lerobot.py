@@ -56,8 +56,6 @@ from replaykit.filesystem import private_path, remove_tree
 from replaykit.keywords import one_of
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["LEROBOT", "LEROBOT_JPEG", "LEROBOT_PIXELS", "LeRobotExperienceReplay", "LeRobotLayout"]
-
 Video = Literal["lazy", "pixels", "jpeg"]
 
 

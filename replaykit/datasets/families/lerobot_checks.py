@@ -13,8 +13,6 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.families.lerobot_files import Feature, LeRobotSet
 
-__all__ = ["TOLERANCE", "EpisodeMoments", "LeRobotChecks", "drift_limit"]
-
 TOLERANCE: Final = 1e-4
 """Seconds by which a timestamp may differ from its frame, as in LeRobot."""
 

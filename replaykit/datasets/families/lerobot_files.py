@@ -19,22 +19,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = [
-    "INDEX",
-    "INFO",
-    "V3",
-    "Feature",
-    "LeRobotSet",
-    "VideoFiles",
-    "arrow",
-    "features_of",
-    "file_errors",
-    "file_name",
-    "json_lines",
-    "read_set",
-    "values_of",
-]
-
 INFO: Final = "meta/info.json"
 INDEX: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """The columns that LeRobot adds to the features of the user."""

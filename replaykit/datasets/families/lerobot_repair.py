@@ -28,8 +28,6 @@ from replaykit.datasets.families.lerobot_files import (
 from replaykit.errors import CorpusError
 from replaykit.filesystem import exchange, private_path, remove_tree, sync_directory, sync_tree
 
-__all__ = ["Repair"]
-
 _EPISODES: Final = "meta/episodes.jsonl"
 _STATS: Final = "meta/episodes_stats.jsonl"
 _TOTAL_STATS: Final = "meta/stats.json"

@@ -20,12 +20,6 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.families.robomimic import DEMONSTRATIONS, first_entries, libero_signs
 from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = [
-    "LIBERO",
-    "LiberoExperienceReplay",
-    "LiberoLayout",
-]
-
 _ROBOT: Final = ("info", "robot_states")
 
 

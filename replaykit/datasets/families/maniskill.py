@@ -20,12 +20,6 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families.minari import Sidecar, read_sidecar
 from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = [
-    "MANISKILL",
-    "ManiSkillExperienceReplay",
-    "ManiSkillLayout",
-]
-
 _TRAJECTORIES: Final = Groups("traj_", noun="trajectory")
 _OUTCOMES: Final = tuple(
     Field(

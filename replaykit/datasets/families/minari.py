@@ -23,21 +23,6 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.keywords import Replaced
 
-__all__ = [
-    "METADATA",
-    "MINARI",
-    "MinariExperienceReplay",
-    "MinariLayout",
-    "Sidecar",
-    "_ids",
-    "is_image_space",
-    "minari_repository",
-    "parsed_space",
-    "read_sidecar",
-    "space_parts",
-    "text_width",
-]
-
 
 class Sidecar:
     """A JSON object, and the file that contains it.

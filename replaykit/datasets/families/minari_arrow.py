@@ -37,8 +37,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["MINARI_ARROW", "MinariArrowExperienceReplay", "MinariArrowLayout"]
-
 _FORMATS: Final = ("arrow", "parquet")
 _SINGLE: Final[Mapping[str, Key]] = {
     "rewards": ("next", "reward"),

@@ -35,8 +35,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["RLDS", "RldsExperienceReplay", "RldsLayout"]
-
 _FEATURES: Final = "features.json"
 _INFO: Final = "dataset_info.json"
 _SHARD: Final = re.compile(

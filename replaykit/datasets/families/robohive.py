@@ -29,8 +29,6 @@ from replaykit.datasets.engine.layout import (
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.declared import check_fields
 
-__all__ = ["ROBOHIVE", "RoboHiveLayout"]
-
 _TRIALS: Final = Groups("Trial", noun="trial")
 _INFOS: Final = "env_infos/"
 _OBS_DICT: Final = "env_infos/obs_dict/"

@@ -16,17 +16,6 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.remote_sources import HubFiles, WebFiles
 
-__all__ = [
-    "DEMONSTRATIONS",
-    "ROBOMIMIC",
-    "ROBOSUITE",
-    "RobomimicExperienceReplay",
-    "RobomimicLayout",
-    "RobosuiteLayout",
-    "first_entries",
-    "libero_signs",
-]
-
 _FIRST_RELEASE: Final = "http://downloads.cs.stanford.edu/downloads/rt_benchmark"
 _FIRST: Final = "v0.1/"
 _IDS: Final = [

@@ -17,8 +17,6 @@ from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.remote_sources import HubFiles
 
-__all__ = ["ROBOSET_REAL", "RobosetExperienceReplay", "RobosetRealLayout", "is_real_robot"]
-
 _TRIALS: Final = Groups("Trial", having=("data",), noun="trial")
 _COMMAND: Final = ("data/ctrl_arm", "data/ctrl_ee")
 

@@ -16,8 +16,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Example", "RecordFile", "masked_crc"]
-
 _HEADER: Final = 12
 _FOOTER: Final = 4
 _MASK: Final = 0xA282EAD8

@@ -23,12 +23,6 @@ from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.keywords import Replaced
 
-__all__ = [
-    "VD4RL",
-    "VD4RLExperienceReplay",
-    "VD4RLLayout",
-]
-
 _FIRST, _MIDDLE, _LAST = 0, 1, 2
 _KIND: Final = "step_type"
 _DISCOUNT: Final = "discount"

@@ -30,8 +30,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
-__all__ = ["ZARR", "ZarrExperienceReplay", "ZarrLayout", "zarr_module"]
-
 _ENDS: Final = "meta/episode_ends"
 _DESCRIPTION: Final = re.compile(r"(?P<array>.+)/(?:\.zarray|zarr\.json)")
 _CHUNK: Final = re.compile(r"(?:c/)?(\d+(?:[./]\d+)*)")
