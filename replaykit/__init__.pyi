@@ -36,23 +36,12 @@ from replaykit.buffer.torchrl_buffers import (
 from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,
 )
-from replaykit.datasets.families.aloha import (
-    AlohaExperienceReplay,
-)
 from replaykit.datasets.families.d4rl import (
     D4RLExperienceReplay,
-)
-from replaykit.datasets.families.isaaclab import (
-    IsaacLabExperienceReplay,
+    VD4RLExperienceReplay,
 )
 from replaykit.datasets.families.lerobot import (
     LeRobotExperienceReplay,
-)
-from replaykit.datasets.families.libero import (
-    LiberoExperienceReplay,
-)
-from replaykit.datasets.families.maniskill import (
-    ManiSkillExperienceReplay,
 )
 from replaykit.datasets.families.minari import (
     MinariExperienceReplay,
@@ -63,14 +52,15 @@ from replaykit.datasets.families.minari_arrow import (
 from replaykit.datasets.families.rlds import (
     RldsExperienceReplay,
 )
-from replaykit.datasets.families.robomimic import (
-    RobomimicExperienceReplay,
-)
-from replaykit.datasets.families.roboset import (
+from replaykit.datasets.families.robohive import (
+    AlohaExperienceReplay,
     RobosetExperienceReplay,
 )
-from replaykit.datasets.families.vd4rl import (
-    VD4RLExperienceReplay,
+from replaykit.datasets.families.robomimic import (
+    IsaacLabExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    RobomimicExperienceReplay,
 )
 from replaykit.datasets.families.zarr_arrays import (
     ZarrExperienceReplay,

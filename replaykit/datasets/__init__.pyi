@@ -26,9 +26,6 @@ from replaykit.datasets.engine.layout import (
 from replaykit.datasets.engine.policies import (
     Policies,
 )
-from replaykit.datasets.families.aloha import (
-    AlohaExperienceReplay,
-)
 from replaykit.datasets.families.catalogue import (
     load_dataset,
     plan,
@@ -36,18 +33,10 @@ from replaykit.datasets.families.catalogue import (
 )
 from replaykit.datasets.families.d4rl import (
     D4RLExperienceReplay,
-)
-from replaykit.datasets.families.isaaclab import (
-    IsaacLabExperienceReplay,
+    VD4RLExperienceReplay,
 )
 from replaykit.datasets.families.lerobot import (
     LeRobotExperienceReplay,
-)
-from replaykit.datasets.families.libero import (
-    LiberoExperienceReplay,
-)
-from replaykit.datasets.families.maniskill import (
-    ManiSkillExperienceReplay,
 )
 from replaykit.datasets.families.minari import (
     MinariExperienceReplay,
@@ -58,14 +47,15 @@ from replaykit.datasets.families.minari_arrow import (
 from replaykit.datasets.families.rlds import (
     RldsExperienceReplay,
 )
-from replaykit.datasets.families.robomimic import (
-    RobomimicExperienceReplay,
-)
-from replaykit.datasets.families.roboset import (
+from replaykit.datasets.families.robohive import (
+    AlohaExperienceReplay,
     RobosetExperienceReplay,
 )
-from replaykit.datasets.families.vd4rl import (
-    VD4RLExperienceReplay,
+from replaykit.datasets.families.robomimic import (
+    IsaacLabExperienceReplay,
+    LiberoExperienceReplay,
+    ManiSkillExperienceReplay,
+    RobomimicExperienceReplay,
 )
 from replaykit.datasets.families.zarr_arrays import (
     ZarrExperienceReplay,

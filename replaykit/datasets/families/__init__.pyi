@@ -1,27 +1,15 @@
 # Written by `python -m tests.generated` from replaykit/registry.py.
 
-from replaykit.datasets.families.aloha import (
-    ALOHA,
-    AlohaLayout,
-)
 from replaykit.datasets.families.d4rl import (
     D4RL,
+    VD4RL,
     D4RLLayout,
-)
-from replaykit.datasets.families.isaaclab import (
-    ISAACLAB,
 )
 from replaykit.datasets.families.lerobot import (
     LEROBOT,
     LEROBOT_JPEG,
     LEROBOT_PIXELS,
     LeRobotLayout,
-)
-from replaykit.datasets.families.libero import (
-    LIBERO,
-)
-from replaykit.datasets.families.maniskill import (
-    MANISKILL,
 )
 from replaykit.datasets.families.minari import (
     MINARI,
@@ -35,19 +23,19 @@ from replaykit.datasets.families.rlds import (
     RldsLayout,
 )
 from replaykit.datasets.families.robohive import (
+    ALOHA,
     ROBOHIVE,
+    ROBOSET_REAL,
+    AlohaLayout,
     RoboHiveLayout,
 )
 from replaykit.datasets.families.robomimic import (
+    ISAACLAB,
+    LIBERO,
+    MANISKILL,
     ROBOMIMIC,
     ROBOSUITE,
     RobosuiteLayout,
-)
-from replaykit.datasets.families.roboset import (
-    ROBOSET_REAL,
-)
-from replaykit.datasets.families.vd4rl import (
-    VD4RL,
 )
 from replaykit.datasets.families.zarr_arrays import (
     ZARR,

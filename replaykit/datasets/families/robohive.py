@@ -1,23 +1,38 @@
-"""The RoboHive family, in whose trial layout RoboSet is published.
+"""The families of robot trials: RoboHive, RoboSet, and ALOHA.
 
-A file has one group per trial. Record ``t`` holds observation, reward, done and infos of state
-``t``, and the action chosen in state ``t``. The action of the final state is NaN. So reward and
-done belong to the step that led to their record. The last action of an episode is in the record
-before the last.
+RoboSet's simulations have the layout of RoboHive, with one group per trial. Record ``t`` holds
+observation, reward, done and infos of state ``t``, and the action chosen in state ``t``. The action
+of the final state is NaN. So reward and done belong to the step that led to their record. The last
+action of an episode is in the record before the last.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.engine.episode_finders import Finder, Groups
-from replaykit.datasets.engine.fields import STATE_RECORDS, STEPS, Alignment, Field
+from replaykit.buffer.components import SamplerT
+from replaykit.datasets.converting import local_paths
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay, LocalFilesReplay
+from replaykit.datasets.engine.episode_finders import Finder, Groups, WholeFile
+from replaykit.datasets.engine.fields import (
+    STATE_RECORDS,
+    STEPS,
+    Alignment,
+    Decoder,
+    Field,
+    Images,
+    image_module,
+)
+from replaykit.datasets.engine.h5 import H5File, open_h5
 from replaykit.datasets.engine.layout import (
     DropLeaves,
     Ends,
@@ -27,6 +42,7 @@ from replaykit.datasets.engine.layout import (
     SourceWindow,
 )
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.declared import check_fields
 
 _TRIALS: Final = Groups("Trial", noun="trial")
@@ -310,3 +326,227 @@ def _find_columns(block: npt.NDArray[Any], observations: npt.NDArray[Any]) -> in
         if _lies_at(block, observations, int(column)):
             return int(column)
     return None
+
+
+_REAL_TRIALS: Final = Groups("Trial", having=("data",), noun="trial")
+_COMMAND: Final = ("data/ctrl_arm", "data/ctrl_ee")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobosetRealLayout(Layout):
+    """Layout of trials of RoboSet's teleoperation, kinesthetic and autonomous sets.
+
+    The action is the command of the arm, followed by the command of the gripper. Joints, gripper
+    and cameras are below ``observation``. Derived values and ``solved`` are below ``info``.
+    Published files contain copies of trials. The first copy is kept, and the report lists the
+    others (rule V36). ``Policies(copies="keep")`` keeps all copies. Some trials have gaps of NaN.
+    ``Policies(on_invalid="skip")`` leaves these trials out.
+    """
+
+    name: str = "roboset-real"
+    version: int = 1
+    episodes: Finder = _REAL_TRIALS
+    alignment: Alignment = STEPS
+    clock: str = "data/ctrl_arm"
+    copies: Literal["keep", "drop"] = "drop"
+    fields: tuple[Field, ...] = (
+        Field(_COMMAND, "action", before=("action",), column=True),
+        Field("data/time", "time", before=("time",), required=False),
+        Field("data/user", "info", before=("info", "user"), required=False),
+        Field("data/", "observation", ("observation",), ("next", "observation"), column=True),
+        Field("derived/", "info", ("info",), ("next", "info"), required=False),
+        Field("config/solved", "info", before=("info", "solved"), required=False),
+    )
+
+
+ROBOSET_REAL: Final = RobosetRealLayout()
+
+
+def is_real_robot(path: Path) -> bool:
+    """Return whether the first trial of a file was recorded on a real robot.
+
+    The result is False for a file that cannot be read. Cost: the file is opened, and the names of
+    one group are read.
+    """
+    try:
+        with open_h5(path) as file:
+            names = next((member.children for member in file.members() if member.is_group), ())
+    except (OSError, ValueError):
+        return False
+    return "data" in names and "actions" not in names
+
+
+_DAPG = ("door_v2d-v1", "relocate_v2d-v1", "hammer_v2d-v1", "pen_v2d-v1")
+_KITCHEN = (
+    "FK1_MicroOpenRandom_v2d-v4",
+    "FK1_Knob2OffRandom_v2d-v4",
+    "FK1_LdoorOpenRandom_v2d-v4",
+    "FK1_SdoorOpenRandom_v2d-v4",
+    "FK1_Knob1OnRandom_v2d-v4",
+)
+_BY_TASK = (
+    "human_demo_singleTask_Fixed-v4",
+    "FK1_SdoorOpenRandom_v2d-v4",
+    "FK1_LdoorOpenRandom_v2d-v4",
+    "FK1_Knob2OffRandom_v2d-v4",
+    "FK1_Knob1OnRandom_v2d-v4",
+    "FK1_MicroOpenRandom_v2d-v4",
+)
+
+
+class RobosetExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of the simulated RoboSet tasks, and of recordings of real robots.
+
+    The files of a data set are fetched from the Hub repository ``jdvakil/RoboSet_Sim`` at one
+    commit, verified, and converted once into memory-mapped columns. A source record contains
+    observation, reward, done and infos of a *state*, and the action chosen in that state. The last
+    record of a trial is the final state. So a trial of T records makes T - 1 rows. The reward of a
+    row is the reward of the state after the step.
+
+    The keys of a row are ``observation``, ``action``, ``time``, ``info``, ``episode``, ``seed``,
+    ``done``, ``terminated`` and ``truncated``. ``episode`` is the number of the trial in its file,
+    and ``seed`` is the number of the file. The keys under ``next`` are ``observation``, ``reward``,
+    ``done``, ``terminated``, ``truncated`` and ``info``. Flags and reward have the shape ``[N,
+    1]``. Dtypes are those of the source. Rows are ordered by ``seed``, then by ``episode``.
+
+    Files of the real-robot sets are given with ``source``, under any id. Local files are recognized
+    by their content. For URLs, pass ``layout=ROBOSET_REAL``. The files have states with camera
+    frames and the command given in each state, but no rewards and no flags; see
+    `RobosetRealLayout`.
+
+    See BaseDatasetExperienceReplay for arguments, errors and methods. Source:
+    https://sites.google.com/view/robohive/roboset, MIT licence.
+
+    Example:
+        >>> from replaykit.datasets import RobosetExperienceReplay
+        >>> len(RobosetExperienceReplay.available_datasets)
+        20
+        >>> RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32, download=False,
+        ...                         root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'DAPG(expert)/door_v2d-v1' is not in ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        *(f"DAPG(expert)/{task}" for task in _DAPG),
+        *(f"DAPG(human)/{task}" for task in _DAPG),
+        *(f"FK1-v4(expert)/{task}" for task in _KITCHEN),
+        "FK1-v4(human)/human_demos_by_playdata",
+        *(f"FK1-v4(human)/human_demos_by_task/{task}" for task in _BY_TASK),
+    ]
+    corpus = "roboset"
+    license = "mit"
+    repository: ClassVar[str] = "jdvakil/RoboSet_Sim"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the files of the data set, or of ``source``."""
+        own = () if self.source is None else local_paths(self.source)
+        return ROBOSET_REAL if own and is_real_robot(own[0]) else ROBOHIVE
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        return HubFiles(cls.repository, dataset_id, ".h5")
+
+
+_FILE: Final = WholeFile(having=("action", "observations"))
+_IMAGES: Final = "observations/images/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlohaLayout(Layout):
+    """Layout of ALOHA episodes, in which T records make T - 1 rows.
+
+    Episodes have no rewards, and end truncated. Compressed images are decoded to pixels. Depth and
+    raw images are stored unchanged.
+
+    Attributes:
+        action_shift: 0 pairs a command with the observation of the same record. -1 pairs it with
+            the observation of the next record, as ACT's loader does for real robots. T records then
+            make T - 2 rows.
+
+    Raises:
+        ValueError: ``action_shift`` is neither 0 nor -1.
+
+    Example:
+        >>> from replaykit.datasets.families import ALOHA, AlohaLayout
+        >>> ALOHA.lost, AlohaLayout(action_shift=-1).lost
+        (1, 2)
+    """
+
+    name: str = "aloha"
+    version: int = 1
+    episodes: Finder = _FILE
+    alignment: Alignment = STEPS
+    clock: str = "action"
+    fields: tuple[Field, ...] = ()
+    about: tuple[str, tuple[str, ...]] | None = ("", ("sim", "compress"))
+    natural_files: bool = True
+    action_shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action_shift not in (0, -1):
+            raise ValueError(f"expected action_shift as 0 or -1, got {self.action_shift}")
+        observation = Field(
+            "observations/",
+            "observation",
+            ("observation",),
+            ("next", "observation"),
+            shift=-self.action_shift,
+        )
+        base = ("info", "base_action")
+        fields = (
+            observation,
+            Field("action", "action", before=("action",)),
+            Field("base_action", "info", before=base, moment="action", required=False),
+        )
+        object.__setattr__(self, "fields", fields)
+
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Return the layout with decoders for the compressed images.
+
+        The size of the images comes from the first image of each camera.
+        """
+        decoders: list[tuple[str, Decoder]] = []
+        for leaf in file.leaves(""):
+            is_bytes = leaf.problem is None and np.dtype(leaf.dtype) == np.uint8
+            is_encoded = len(leaf.shape) == 1 if leaf.problem is not None else len(leaf.shape) == 2
+            if not leaf.path.startswith(_IMAGES) or not is_encoded or 0 in leaf.shape:
+                continue
+            if leaf.problem is None and not is_bytes:
+                continue
+            decoders.append((leaf.path, Images(_size(file, leaf.path, location))))
+        return replace(self, decoders=tuple(decoders))
+
+
+ALOHA: Final = AlohaLayout()
+
+
+def _size(file: H5File, path: str, location: Location) -> tuple[int, ...]:
+    Image = image_module()
+    entry = np.asarray(file.entries(path, 0, 1)[0], np.uint8).tobytes()
+    try:
+        with Image.open(io.BytesIO(entry)) as image:
+            bands = len(image.getbands())
+            return (image.height, image.width, *((bands,) if bands > 1 else ()))
+    except (OSError, ValueError, SyntaxError) as error:
+        at = location.at(key=path, record=0)
+        raise at.error(f"is not an image that can be decoded ({error})", "V03") from error
+
+
+class AlohaExperienceReplay(LocalFilesReplay[SamplerT]):
+    """Transitions of ALOHA and ACT files of one episode each, given with ``source``.
+
+    See `AlohaLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
+
+    Example:
+        >>> from replaykit.datasets import AlohaExperienceReplay
+        >>> AlohaExperienceReplay("../up", 32)
+        Traceback (most recent call last):
+        ValueError: expected names with '/' between them as an id, got '../up'
+    """
+
+    corpus = "aloha"
+    layout = ALOHA

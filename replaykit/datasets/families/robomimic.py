@@ -1,18 +1,37 @@
-"""The robomimic family, with robosuite's raw demonstrations."""
+"""The families of simulated demonstrations: robomimic, robosuite, LIBERO, Isaac Lab, ManiSkill.
+
+LIBERO's replay appends the observation that a step returned, but states and actions keep their
+index. So record ``j`` holds the state before action ``j``, action ``j``, and the observation after
+it. Isaac Lab stores observations before the action and states after it, with the first state in a
+separate group. ManiSkill stores one more observation than actions, and facts about trajectories in
+a JSON file of the same name.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from replaykit.buffer.components import SamplerT
-from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.dataset import BaseDatasetExperienceReplay, LocalFilesReplay
 from replaykit.datasets.engine.episode_finders import Finder, Groups
-from replaykit.datasets.engine.fields import STEPS, Alignment, Field
+from replaykit.datasets.engine.fields import (
+    ARRIVALS,
+    FINAL_STATE,
+    STEPS,
+    Alignment,
+    Field,
+    Preceded,
+)
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Counters, Layout
-from replaykit.datasets.engine.locations import Location
+from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, SourceWindow
+from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.families.minari import Sidecar, read_sidecar
 from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.remote_sources import HubFiles, WebFiles
 
@@ -264,3 +283,359 @@ class RobomimicExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
             return HubFiles(cls.repository, f"v1.5/{folder}", f"/{name}_v15.hdf5")
         base = (os.environ.get("REPLAYKIT_ROBOMIMIC_URL") or _FIRST_RELEASE).rstrip("/")
         return WebFiles((WebFile(f"{base}/{first}.hdf5", _SIZES.get(first), _SHA256.get(first)),))
+
+
+_ROBOT: Final = ("info", "robot_states")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiberoLayout(Layout):
+    """Layout of LIBERO's demonstrations, in which T records make T - 1 rows.
+
+    Images are stored unchanged. The manifest contains ``macros_image_convention``, which shows
+    whether images are upside down.
+    """
+
+    name: str = "libero"
+    version: int = 1
+    episodes: Finder = DEMONSTRATIONS
+    alignment: Alignment = ARRIVALS
+    clock: str = "actions"
+    count: str | None = "num_samples"
+    about: tuple[str, tuple[str, ...]] | None = (
+        "data",
+        ("env_name", "bddl_file_name", "problem_info", "env_args", "macros_image_convention"),
+    )
+    counters: Counters = (("total", "records"), ("num_demos", "episodes"))
+    fields: tuple[Field, ...] = (
+        Field("obs/", "observation", ("observation",), ("next", "observation")),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True, dtype="float32"),
+        Field("dones", "terminated"),
+        Field("states", "info", before=("state",), moment="action", required=False),
+        Field("robot_states", "info", _ROBOT, ("next", *_ROBOT), required=False),
+    )
+
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse files of similar layouts."""
+        entries = first_entries(file, "data")
+        if entries is None or "actions" not in entries:
+            return self
+        if libero_signs(file, "data") and "next_obs" not in entries:
+            return self
+        raise location.error(
+            f"this is no file of {self.name}: it has neither robot_states nor init_state, "
+            "problem_info or the name of a BDDL file, or it has next_obs; is it one of robomimic?",
+            "V04",
+        )
+
+
+LIBERO: Final = LiberoLayout()
+
+
+class LiberoExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of LIBERO's demonstrations. An id names a suite of tasks.
+
+    See `LiberoLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source: Liu
+    et al., "LIBERO: Benchmarking Knowledge Transfer for Lifelong Robot Learning", 2023; data CC BY
+    4.0.
+
+    Example:
+        >>> from replaykit.datasets import LiberoExperienceReplay
+        >>> LiberoExperienceReplay.available_datasets[:2]
+        ['libero_spatial', 'libero_object']
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"libero_{suite}" for suite in ("spatial", "object", "goal", "10", "90")
+    ]
+    corpus = "libero"
+    license = "cc-by-4.0"
+    layout = LIBERO
+    repository: ClassVar[str] = "yifengzhu-hf/LIBERO-datasets"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        return HubFiles(cls.repository, dataset_id, "_demo.hdf5")
+
+
+_BEFORE: Final = "obs/actions"
+_SAID: Final = {"true": True, "1": True, "false": False, "0": False}
+"""The meanings of texts for ``success``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsaacLabLayout(Layout):
+    """Layout of demonstrations of Isaac Lab and Isaac Lab Mimic.
+
+    T records make T rows if the attribute ``success`` is true, and otherwise T - 1 rows. The
+    observation after the last action was not recorded, so the last of T rows is marked. The files
+    have no rewards.
+    """
+
+    name: str = "isaaclab"
+    version: int = 2
+    episodes: Finder = DEMONSTRATIONS
+    alignment: Alignment = STEPS
+    clock: str = "actions"
+    attributes: tuple[str, ...] = ("success", "seed")
+    count: str | None = "num_samples"
+    about: tuple[str, tuple[str, ...]] | None = ("data", ("env_args",))
+    counters: Counters = (("total", "records"),)
+    fields: tuple[Field, ...] = (
+        Field("obs/", "observation", ("observation",), ("next", "observation")),
+        Field("actions", "action", before=("action",)),
+        Field("states/", "info", ("state",), ("next", "state"), required=False, more=1),
+        Field("initial_state/", "info", required=False),
+    )
+
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Refuse files of similar layouts, and put the first state before the others."""
+        entries = first_entries(file, "data")
+        if entries is None or "actions" not in entries:
+            return self
+        if "next_obs" in entries or "robot_states" in entries or entries.get("states") is False:
+            raise location.error(
+                f"this is no file of {self.name}, whose states are a group: is it one of robomimic "
+                "or LIBERO?",
+                "V04",
+            )
+        group = DEMONSTRATIONS.select(file.members("data"), location, self.name, is_inside=True)
+        # An episode without its first state is reported when it is read, so that only it is
+        # skipped.
+        states: set[str] = set()
+        lacking: dict[str, Location] = {}
+        complete: set[str] = set()
+        for episode in group.episodes:
+            leaves = {leaf.path for leaf in file.leaves(episode.group)}
+            mine = sorted(path for path in leaves if path.startswith("states/"))
+            for path in mine:
+                if _first_of(path) in leaves:
+                    complete.add(path)
+                else:
+                    lacking.setdefault(path, location.at(group=episode.group, key=_first_of(path)))
+            states.update(mine)
+        for path in lacking.keys() - complete:
+            text = f"the state before the first action is missing, but {path} is there"
+            raise lacking[path].error(text, "V12")
+        pairs = tuple((path, Preceded("states", "initial_state")) for path in sorted(states))
+        return replace(self, decoders=pairs)
+
+    def facts(
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
+    ) -> SourceFacts:
+        """Return seed and success from the attributes. Success counts as termination."""
+        success = _success(attributes["success"], location) if "success" in attributes else -1
+        return SourceFacts(SourceFacts.seed_of(attributes.get("seed")), success, success == 1)
+
+    def witnesses(self, leaves: Collection[str]) -> tuple[str, ...]:
+        return tuple(path for path in (_BEFORE, "actions") if path in leaves)
+
+    def examine(self, window: SourceWindow) -> None:
+        """Check that observations precede their action.
+
+        The check needs observations that contain the action of the preceding record.
+        """
+        if _BEFORE not in window.arrays:
+            text = (
+                f"without {_BEFORE} nothing confirms that observations are those before the "
+                "action; recordings of real robots have them otherwise in this layout"
+            )
+            window.notes.add("V51", text, window.location)
+            return
+        seen, actions = window.arrays[_BEFORE], window.arrays["actions"]
+        if seen.shape != actions.shape or np.array_equal(seen[1:], actions[:-1]):
+            return
+        what = "is the action of the same record" if np.array_equal(seen, actions) else "is neither"
+        raise window.location.at(key=_BEFORE).error(
+            f"the observed action {what}, expected that of the record before: the observations of "
+            "this file are not those before the action, and this layout does not read it",
+            "V51",
+        )
+
+
+ISAACLAB: Final = IsaacLabLayout()
+
+
+def _first_of(path: str) -> str:
+    """Return the path of the first state that precedes the states of a dataset."""
+    return path.replace("states/", "initial_state/", 1)
+
+
+def _success(said: Any, location: Location) -> int:
+    """Return 1 or 0. Text is parsed, because ``bool("False")`` is True."""
+    known = _SAID.get(said.strip().lower()) if isinstance(said, str) else None
+    if isinstance(said, (bool, int, float)) and said in (0, 1):
+        known = bool(said)
+    if known is None:
+        raise location.at(key="success").error(
+            f"is {said!r:.40}, expected true or false: a bool, 1 or 0, or one of these as text",
+            "V30",
+        )
+    return int(known)
+
+
+class IsaacLabExperienceReplay(LocalFilesReplay[SamplerT]):
+    """Transitions of demonstrations recorded by Isaac Lab, given with ``source``.
+
+    See `IsaacLabLayout` for the layout, and BaseDatasetExperienceReplay for arguments, errors and
+    methods.
+
+    Example:
+        >>> from replaykit.datasets import IsaacLabExperienceReplay
+        >>> IsaacLabExperienceReplay("my-demos", 32, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: files of isaaclab:my-demos cannot be fetched: ...
+    """
+
+    corpus = "isaaclab"
+    layout = ISAACLAB
+
+
+_TRAJECTORIES: Final = Groups("traj_", noun="trajectory")
+_OUTCOMES: Final = tuple(
+    Field(
+        name,
+        "info",
+        after=("next", name),
+        moment="outcome",
+        column=True,
+        dtype="bool",
+        required=False,
+    )
+    for name in ("success", "fail")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManiSkillLayout(Layout):
+    """Layout of trajectories recorded by ManiSkill 3.
+
+    A recorder that is closed early leaves no flag, so such an episode ends truncated. If no
+    observations were recorded, the simulator's states replace them.
+    """
+
+    name: str = "maniskill"
+    version: int = 1
+    episodes: Finder = _TRAJECTORIES
+    alignment: Alignment = FINAL_STATE
+    clock: str = "actions"
+    fields: tuple[Field, ...] = (
+        Field("obs", "observation", ("observation",), ("next", "observation"), nested=True),
+        Field("actions", "action", before=("action",)),
+        Field("rewards", "reward", after=("next", "reward"), column=True, required=False),
+        Field("terminated", "terminated"),
+        Field("truncated", "truncated"),
+        *_OUTCOMES,
+        Field("env_states/", "info", ("state",), ("next", "state"), required=False),
+    )
+
+    def resolve(self, file: H5File, location: Location) -> Layout:
+        """Use the simulator's states as observations if the file has no observations."""
+        first = next((m for m in file.members() if m.is_group and "actions" in m.children), None)
+        if first is None or "obs" in first.children:
+            return self
+        if "env_states" not in first.children:
+            raise location.at(group=first.name).error(
+                "there are neither observations nor states of the simulator: replay the "
+                "trajectories with an observation mode",
+                "V12",
+            )
+        states = Field("env_states/", "observation", ("observation",), ("next", "observation"))
+        rest = [entry for entry in self.fields if entry.source not in ("obs", "env_states/")]
+        return replace(self, fields=(states, *rest))
+
+    def beside(self, location: Location) -> dict[str, Any]:
+        """Return the entries of the JSON file that hold for all trajectories."""
+        found = _sidecar(location)
+        if found is None:
+            return {}
+        environment = found.content.get("env_info")
+        named = environment.get("env_id") if isinstance(environment, dict) else None
+        return {**found.facts("source_type", "source_desc"), "env_id": named}
+
+    def described_by(self, path: Path) -> tuple[Path, ...]:
+        return (path.with_suffix(".json"),)
+
+    def facts(
+        self,
+        attributes: Mapping[str, Any],
+        name: str,
+        records: int,
+        location: Location,
+        notes: RuleFindings,
+    ) -> SourceFacts:
+        """Return seed and success from the JSON file, after checking the length in it."""
+        found = _sidecar(location)
+        if found is None:
+            return SourceFacts()
+        number = _TRAJECTORIES.number(location.group or "")
+        known = found.content.get("episodes")
+        entries = [e for e in known if isinstance(e, dict)] if isinstance(known, list) else []
+        entry = next((e for e in entries if e.get("episode_id") == number), None)
+        if entry is None:
+            raise location.error(f"{found.path.name} has no episode of the id {number}", "V15")
+        steps, seed, success = (
+            entry.get(name) for name in ("elapsed_steps", "episode_seed", "success")
+        )
+        if isinstance(steps, int) and steps != records:
+            raise location.at(key=self.clock).error(
+                f"has {records} records, but {found.path.name} says {steps} steps", "V15"
+            )
+        return SourceFacts(
+            SourceFacts.seed_of(seed),
+            int(success) if isinstance(success, bool) else -1,
+        )
+
+
+MANISKILL: Final = ManiSkillLayout()
+
+
+def _sidecar(location: Location) -> Sidecar | None:
+    return read_sidecar(location, Path(location.file).with_suffix(".json").name)
+
+
+class ManiSkillExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of ManiSkill's demonstrations, with seeds and success.
+
+    Ids are folders of ``demos`` in the repository, such as ``PickCube-v1/rl``. The ids of motion
+    planning are listed; other ids are also accepted. A folder may hold several files with different
+    observation or control modes. Each file is then a separate data set. Its id ends with the file
+    name without suffix: ``PickCube-v1/rl/trajectory.none.pd_joint_delta_pos``. Seeds and success
+    come from the JSON file of each trajectory file. Archives next to the folders are not fetched.
+
+    See `ManiSkillLayout`. Arguments, errors and methods: see BaseDatasetExperienceReplay. Source:
+    Tao et al., "ManiSkill3", 2024; Apache-2.0.
+
+    Example:
+        >>> from replaykit.datasets import ManiSkillExperienceReplay
+        >>> ManiSkillExperienceReplay("PickCube-v1/rl", 32, download=False, root="no-such-folder")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'PickCube-v1/rl' is not in ...
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        f"{name}-v1/motionplanning"
+        for name in ("PickCube", "StackCube", "PegInsertionSide", "PlugCharger")
+    ]
+    any_id = True
+    corpus = "maniskill"
+    layout = MANISKILL
+    repository: ClassVar[str] = "haosulab/ManiSkill_Demonstrations"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        folder, _, name = dataset_id.rpartition("/")
+        if folder and name.startswith("trajectory"):
+            file = f"/{name}"
+            return HubFiles(
+                cls.repository, f"demos/{folder}", f"{file}.h5", descriptions=(f"{file}.json",)
+            )
+        return HubFiles(cls.repository, f"demos/{dataset_id}", ".h5", descriptions=(".json",))

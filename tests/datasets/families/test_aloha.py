@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from replaykit.datasets.families.aloha import ALOHA, AlohaLayout
+from replaykit.datasets.families.robohive import ALOHA, AlohaLayout
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 

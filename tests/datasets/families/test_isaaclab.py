@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Policies
-from replaykit.datasets.families.isaaclab import ISAACLAB
+from replaykit.datasets.families.robomimic import ISAACLAB
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 

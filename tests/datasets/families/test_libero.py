@@ -9,8 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets.families.libero import LIBERO
-from replaykit.datasets.families.robomimic import ROBOMIMIC
+from replaykit.datasets.families.robomimic import LIBERO, ROBOMIMIC
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 

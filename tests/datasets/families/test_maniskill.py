@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets.families.maniskill import MANISKILL
+from replaykit.datasets.families.robomimic import MANISKILL
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 

@@ -12,7 +12,7 @@ import pytest
 from replaykit.datasets import Policies
 from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families.vd4rl import VD4RL
+from replaykit.datasets.families.d4rl import VD4RL
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 
