@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from replaykit import registry
+from replaykit.datasets import dataset
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.table_sources import TableLayout
-from replaykit.datasets.families import catalogue
 from replaykit.ted import DEFAULT_DONE_KEYS
 from replaykit.tools.facts import counted
 
@@ -48,7 +48,7 @@ def families() -> dict[str, Any]:
         >>> [name in datasets_pages.families() for name in ("aloha", "zarr")]
         [True, False]
     """
-    found = catalogue.families().items()
+    found = dataset.families().items()
     return {name: kind for name, kind in found if not isinstance(kind.layout, TableLayout)}
 
 

@@ -30,7 +30,7 @@ from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, RandomSampler, 
 from replaykit.datasets import RobosetExperienceReplay
 from replaykit.errors import CorpusError
 from replaykit.testing import RoboHiveWriter
-from replaykit.tools.plots import DAY, plot_settings
+from replaykit.tools.page import DAY, plot_settings
 
 DATASET_ID = "FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"
 ENVIRONMENT = "MountainCarContinuous-v0"

@@ -7,7 +7,7 @@ prints nothing.
 
 from replaykit.tools.facts import EpisodeFacts, Facts, Finding, KeyFacts, LayoutGuess, Spread
 from replaykit.tools.layouts import guess_layout, known_layouts, layout_named
-from replaykit.tools.tables import repair
+from replaykit.tools.source_facts import repair
 from replaykit.tools.validation import kind_of, opened, validate
 
 __all__ = [

@@ -253,9 +253,9 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("convert", "conversion", "datasets.converting"),
     Entry("open", "conversion", "datasets.converting"),
     Entry("download", "conversion", "datasets.http_files"),
-    Entry("load_dataset", "conversion", "datasets.families.catalogue"),
-    Entry("register_dataset", "conversion", "datasets.families.catalogue"),
-    Entry("plan", "conversion", "datasets.families.catalogue"),
+    Entry("load_dataset", "conversion", "datasets.dataset"),
+    Entry("register_dataset", "conversion", "datasets.dataset"),
+    Entry("plan", "conversion", "datasets.dataset"),
     Entry("pull", "conversion", "datasets.hub_sharing"),
     Entry("push", "conversion", "datasets.hub_sharing"),
     # Adapters

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from replaykit.testing import RoboHiveWriter, make_trial
-from replaykit.tools.plots import DAY
+from replaykit.tools.page import DAY
 
 pytestmark = pytest.mark.programs
 

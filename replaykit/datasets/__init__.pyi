@@ -6,6 +6,9 @@ from replaykit.datasets.converting import (
 )
 from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,
+    load_dataset,
+    plan,
+    register_dataset,
 )
 from replaykit.datasets.engine.episode_finders import (
     Groups,
@@ -25,11 +28,6 @@ from replaykit.datasets.engine.layout import (
 )
 from replaykit.datasets.engine.policies import (
     Policies,
-)
-from replaykit.datasets.families.catalogue import (
-    load_dataset,
-    plan,
-    register_dataset,
 )
 from replaykit.datasets.families.d4rl import (
     D4RLExperienceReplay,

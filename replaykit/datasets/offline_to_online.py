@@ -10,7 +10,7 @@ import torch
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import as_chain
-from replaykit.datasets.families.catalogue import load_dataset
+from replaykit.datasets.dataset import load_dataset
 from replaykit.declared import Positive, read_value
 from replaykit.mixture import ReplayBufferEnsemble
 from replaykit.storages import LazyTensorStorage, Storage

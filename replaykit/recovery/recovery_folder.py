@@ -573,3 +573,79 @@ def _sync_file(file: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
+    """Return a description of the users of the rows in a folder, or None.
+
+    Users are processes that share the rows, or a storage that recovers the rows.
+
+    Args:
+        own: the caller's recovery folder next to the files, which does not count.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.recovery.recovery_folder import who_uses
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(who_uses(Path(folder)))
+        None
+    """
+    if _sharing(scratch_dir, own):
+        return "processes that share its rows"
+    recoverable = scratch_dir / RECOVERABLE
+    if recoverable != own and recoverable.is_dir():
+        try:
+            Exclusive(recoverable / LOCK).drop()
+        except BlockingIOError:
+            return "another process, or another storage of this one, which recovers its rows"
+    return None
+
+
+def _sharing(scratch_dir: Path, own: Path | None) -> bool:
+    """Return whether processes share the rows in a folder."""
+    homes = [scratch_dir / name for name in (SHARED, RECOVERABLE)]
+    return any(home != own and is_shared(home) for home in homes)
+
+
+def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
+    """Give up the recovery of rows in a folder, whose files will be overwritten.
+
+    From then on, no storage can be recovered from them.
+
+    Args:
+        own: the caller's recovery folder next to the files, which does not change.
+
+    Raises:
+        RuntimeError: a process or storage shares or recovers the rows. Nothing has changed then.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.recovery.recovery_folder import RecoveryFolder, give_up_rows
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     home = RecoveryFolder(Path(folder))
+        ...     home.publish({"slots": 3})
+        ...     del home
+        ...     give_up_rows(Path(folder))
+        ...     print(RecoveryFolder(Path(folder)).manifest())
+        None
+    """
+    if _sharing(scratch_dir, own):
+        raise RuntimeError(f"{scratch_dir} is in use by processes that share its rows")
+    recoverable = scratch_dir / RECOVERABLE
+    if recoverable == own or not recoverable.is_dir():
+        return
+    try:
+        held = Exclusive(recoverable / LOCK)
+    except BlockingIOError:
+        raise RuntimeError(
+            f"{scratch_dir} is in use by another process, or by another storage of this one, which "
+            "recovers its rows"
+        ) from None
+    try:
+        for name in (MANIFEST, MAKING, DESCRIPTION):
+            (recoverable / name).unlink(missing_ok=True)
+        sync_directory(recoverable)  # before a row is overwritten
+    finally:
+        held.drop()

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from replaykit.keywords import checked_keywords
-from replaykit.recovery.processes import give_up_rows
 from replaykit.recovery.recovery_folder import (
     RECOVERABLE,
     SHARED,
     RecoveryFolder,
     check_file,
+    give_up_rows,
     is_shared,
 )
 from replaykit.schema import Rows, Schema

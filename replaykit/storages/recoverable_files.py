@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.errors import CheckpointError
-from replaykit.recovery.processes import give_up_rows
-from replaykit.recovery.recovery_folder import Tables, check_file
+from replaykit.recovery.recovery_folder import Tables, check_file, give_up_rows
 from replaykit.schema import Schema
 from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns

@@ -17,7 +17,7 @@ import torch
 
 from replaykit.filesystem import map_common, reserve_blocks
 from replaykit.native import join_pages
-from replaykit.recovery.processes import who_uses
+from replaykit.recovery.recovery_folder import who_uses
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.memory import column_shapes, format_bytes

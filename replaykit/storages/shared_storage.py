@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
-from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
+from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, SharedChanges, TrackedTensor
 from replaykit.errors import CheckpointError
-from replaykit.recovery.locks import SharedLock, check_flock, is_held, one_thread_in_children
-from replaykit.recovery.processes import ElementLog, GivenViews, ProcessRegistry
+from replaykit.recovery.locks import (
+    ElementLog,
+    GivenViews,
+    ProcessRegistry,
+    SharedLock,
+    check_flock,
+    is_held,
+    one_thread_in_children,
+)
 from replaykit.recovery.recovery_folder import (
     DESCRIPTION,
     LOCK,

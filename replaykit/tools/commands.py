@@ -72,9 +72,9 @@ def _layout(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def families() -> dict[str, Any]:
     """Return the corpus classes by family name, sorted."""
-    from replaykit.datasets.families import catalogue
+    from replaykit.datasets.dataset import families as known
 
-    return dict(sorted(catalogue.families().items()))
+    return dict(sorted(known().items()))
 
 
 @_command
@@ -648,7 +648,7 @@ def repair(output: Output, path: Path) -> None:
     Examples:
       replaykit repair pusht/
     """
-    from replaykit.tools.tables import repair as repaired
+    from replaykit.tools.source_facts import repair as repaired
 
     output.when_interrupted = "nothing was changed"
     with output.warnings(), output.working("reading"):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replaykit.datasets.engine.statistics import Statistics
+from replaykit.datasets.column_statistics import Statistics
 
 
 def counted(count: int, noun: str) -> str:

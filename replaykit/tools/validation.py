@@ -27,7 +27,7 @@ from replaykit.storages.tensor_bytes import differing
 from replaykit.ted import Key
 from replaykit.tools.facts import Facts, Finding, Table, counted
 from replaykit.tools.layouts import table_layout_of
-from replaykit.tools.source_facts import corpus_facts, h5_facts
+from replaykit.tools.source_facts import corpus_facts, h5_facts, table_facts, table_findings
 from replaykit.tools.stored_facts import (
     checkpoint_facts,
     is_recording,
@@ -35,7 +35,6 @@ from replaykit.tools.stored_facts import (
     recording_facts,
     scratch_facts,
 )
-from replaykit.tools.tables import table_facts, table_findings
 
 MOST_BYTES: Final = 64 << 20
 """Number of bytes of a key that are read for statistics that are not stored."""

@@ -15,8 +15,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.checkpoint import chunks
-from replaykit.checkpoint.dirty_chunks import Changes, TrackedTensor
-from replaykit.checkpoint.shared_dirty_chunks import SharedChanges
+from replaykit.checkpoint.dirty_chunks import Changes, SharedChanges, TrackedTensor
 
 KEYS = ("a", "b")
 

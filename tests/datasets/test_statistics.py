@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 from replaykit import TensorStorage
 from replaykit.datasets import CorpusExperienceReplay, column_statistics
+from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.dataset_passes import ensure_split
-from replaykit.datasets.engine.statistics import Statistics
 from tests.datasets.test_split import flat
 
 LEVELS = [0.0, 0.1, 0.5, 0.77, 1.0]

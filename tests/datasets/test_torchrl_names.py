@@ -20,8 +20,7 @@ from replaykit import (
     TensorDictReplayBuffer,
     prefill_replay_buffer,
 )
-from replaykit.datasets import load_dataset, register_dataset
-from replaykit.datasets.families import catalogue
+from replaykit.datasets import dataset, load_dataset, register_dataset
 
 
 def peers() -> Any:
@@ -260,7 +259,7 @@ class Toy:
 
 @pytest.fixture(autouse=True)
 def own_register(monkeypatch: Any) -> None:
-    monkeypatch.setattr(catalogue, "_REGISTERED", {})
+    monkeypatch.setattr(dataset, "_REGISTERED", {})
 
 
 def test_registered_names_are_constructed() -> None:

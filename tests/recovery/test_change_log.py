@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaykit.recovery.processes import ElementLog
+from replaykit.recovery.locks import ElementLog
 
 changes = st.lists(
     st.tuples(

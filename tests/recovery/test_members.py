@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.recovery.processes import ProcessRegistry
+from replaykit.recovery.locks import ProcessRegistry
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -13,8 +13,7 @@ import torch
 
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
-from replaykit.tools.page import write_page
-from replaykit.tools.plots import DAY, NIGHT
+from replaykit.tools.page import DAY, NIGHT, write_page
 from tests.browser import CHROMIUM, NO_CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)

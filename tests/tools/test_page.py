@@ -18,8 +18,7 @@ from PIL import Image
 
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
-from replaykit.tools.page import make_page, write_page
-from replaykit.tools.plots import histogram, lines, small_histograms
+from replaykit.tools.page import histogram, lines, make_page, small_histograms, write_page
 
 
 class Page(HTMLParser):

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.column_files import ColumnOutput
+from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.dataset_manifest import provenance
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
 from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
-from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.publishing import UNFINISHED_NAME
 from replaykit.datasets.sources import Sources, sha256_of
 from replaykit.declared import Rule, decode_state, encode_state

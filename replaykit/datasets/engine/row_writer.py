@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.column_files import EPISODE_FIELDS, ColumnOutput
-from replaykit.datasets.engine.alignment_checks import (
+from replaykit.datasets.column_statistics import Statistics
+from replaykit.datasets.engine.episode_checks import (
+    EndFlags,
+    StretchChecks,
     check_alignment,
     check_blanks,
     check_successor,
 )
-from replaykit.datasets.engine.episode_checks import EndFlags, StretchChecks
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import SourceWindow
@@ -28,7 +30,6 @@ from replaykit.datasets.engine.row_batches import (
     store_flag,
     stretches,
 )
-from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.sources import SourceFile
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key

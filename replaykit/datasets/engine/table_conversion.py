@@ -23,12 +23,12 @@ from replaykit.datasets.column_files import (
     torch_dtype,
     write_episode_table,
 )
+from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, provenance
 from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
 from replaykit.datasets.engine.conversion_report import duplicates, record_of, summary
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
-from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.column_files import ColumnOutput, ColumnSpec, create_columns, synced_early
+from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Plan, SourceEpisode, column_specs
@@ -21,7 +22,6 @@ from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.resuming import FilePart, Unfinished
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
 from replaykit.datasets.engine.source_files import open_sources
-from replaykit.datasets.engine.statistics import Statistics
 from replaykit.datasets.publishing import hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.worker_pool import WorkerPool

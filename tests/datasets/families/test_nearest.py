@@ -12,7 +12,7 @@ from replaykit.datasets import (
     load_dataset,
     plan,
 )
-from replaykit.datasets.families.catalogue import families
+from replaykit.datasets.dataset import families
 from replaykit.inspection import layout_named
 from tests.support import LoopbackHub
 
