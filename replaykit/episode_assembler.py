@@ -16,8 +16,6 @@ from replaykit.environments import transition
 from replaykit.errors import BufferFull
 from replaykit.keywords import one_of
 
-__all__ = ["EpisodeAssembler"]
-
 _ENDS = ("terminated", "truncated")
 
 _KEYS = {"observation", "reward", *_ENDS}

@@ -32,26 +32,6 @@ from replaykit._compat import (
 from replaykit.errors import SchemaError
 from replaykit.ted import format_key
 
-__all__ = [
-    "Branch",
-    "Leaf",
-    "Node",
-    "Path",
-    "Rules",
-    "as_stored",
-    "assembler",
-    "build",
-    "contiguous",
-    "flatten",
-    "from_json",
-    "from_numbers",
-    "from_numpy",
-    "leaf_paths",
-    "map_leaves",
-    "map_tensors",
-    "raw_bytes",
-]
-
 Path = tuple[Any, ...]
 """The nested keys and sequence positions that lead to a leaf; ``()`` for a tensor."""
 

@@ -25,20 +25,6 @@ from replaykit.ted import (
     unravel,
 )
 
-__all__ = [
-    "MASK_KEY",
-    "MiniBatches",
-    "check_rows",
-    "find_ends",
-    "join_trajectories",
-    "pad_collate",
-    "padded",
-    "picked",
-    "refuse_own",
-    "split_items",
-    "split_trajectories",
-]
-
 MASK_KEY: Final[Key] = ("mask",)
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by item size, in which leaves are indexed bit for bit. Torch cannot index all dtypes."""

@@ -15,25 +15,6 @@ import torch
 from replaykit._compat import fresh_strided
 from replaykit.structure import map_tensors
 
-__all__ = [
-    "Arrival",
-    "CudaEngine",
-    "Engine",
-    "Packing",
-    "Piece",
-    "Staging",
-    "View",
-    "bytes_of",
-    "device_named",
-    "engine_for",
-    "is_plain",
-    "pieces_of",
-    "pin",
-    "to_device",
-    "view_in",
-    "views_of",
-]
-
 ALIGNMENT = 64
 """Alignment of pieces in bytes, which suits values of all dtypes."""
 

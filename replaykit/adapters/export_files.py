@@ -16,8 +16,6 @@ from replaykit.datasets.publishing import replace_path, restore
 from replaykit.filesystem import make_directory, private_path, remove_tree, siblings, sync_tree
 from replaykit.recovery.locks import Exclusive, is_held
 
-__all__ = ["Draft", "export_to"]
-
 _EXPORT: Final = "export"
 
 

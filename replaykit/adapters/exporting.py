@@ -30,8 +30,6 @@ from replaykit.errors import SchemaError
 from replaykit.filesystem import replace_file
 from replaykit.ted import Key
 
-__all__ = ["to_d3rlpy", "to_minari", "to_robomimic"]
-
 _MINARI_ID: Final = re.compile(r"(?:(?P<namespace>[-\w]+(?:/[-\w]+)*)/)?[-\w]+-v\d+")
 
 

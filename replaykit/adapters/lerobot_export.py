@@ -25,8 +25,6 @@ from replaykit.datasets.families.lerobot_files import Feature, arrow, values_of
 from replaykit.errors import SchemaError
 from replaykit.ted import Key, format_key
 
-__all__ = ["to_lerobot"]
-
 _DATA: Final = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO: Final = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _EPISODES: Final = "meta/episodes/chunk-000/file-000.parquet"

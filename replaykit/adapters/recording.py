@@ -32,8 +32,6 @@ except ImportError as error:
         "recording needs gymnasium, which is not installed; run pip install 'replaykit[gymnasium]'"
     ) from error
 
-__all__ = ["RecordReplay", "record"]
-
 _NEXT_INFO: Final = ("next", "info")
 
 

@@ -37,8 +37,6 @@ from replaykit.storages import LazyMemmapStorage, TensorStorage
 from replaykit.storages.row_files import RowFiles
 from replaykit.writers import ImmutableDatasetWriter
 
-__all__ = ["RecordingFolder", "open_recording"]
-
 _Content = TypeVar("_Content")
 
 _FORMAT: Final = "replaykit-recording"

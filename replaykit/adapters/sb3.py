@@ -54,8 +54,6 @@ from replaykit.adapters.sb3_rows import (
     shaped_values,
 )
 
-__all__ = ["PrioritizedSamples", "SB3HerReplayBuffer", "SB3ReplayBuffer"]
-
 Tensors = torch.Tensor | dict[str, torch.Tensor]
 Path = tuple[str, ...]
 

@@ -20,8 +20,6 @@ from replaykit.adapters.exported_episodes import (
 from replaykit.buffer import ReplayBuffer
 from replaykit.ted import Key
 
-__all__ = ["to_zarr"]
-
 _CHUNK_BYTES: Final = 1 << 20
 
 

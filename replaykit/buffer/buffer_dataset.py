@@ -29,16 +29,6 @@ from replaykit.writers import ImmutableDatasetWriter
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
 
-__all__ = [
-    "BufferDataset",
-    "Parcel",
-    "Reader",
-    "check_loaded",
-    "check_workers",
-    "for_readers",
-    "stream_seed",
-]
-
 
 class Parcel:
     """A wrapper that unpickles as the batch itself.

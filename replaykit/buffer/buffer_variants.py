@@ -12,8 +12,6 @@ from replaykit.buffer.replay_buffer import ReplayBuffer
 from replaykit.keywords import Replaced, checked_keywords
 from replaykit.samplers import PrioritizedSampler
 
-__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
-
 
 def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
     """Return the rows that a caller passed as ``data`` or ``tensordicts``.

@@ -27,26 +27,6 @@ from replaykit.transforms import Compose, Windows
 from replaykit.writers import RoundRobinWriter, Writer
 from replaykit.writers.ring_writers import check_lane_key
 
-__all__ = [
-    "check_anchors",
-    "check_consuming",
-    "check_kinds",
-    "check_mappable",
-    "check_mapped_rows",
-    "check_not_ahead",
-    "check_order",
-    "check_shareable",
-    "check_transforms_of",
-    "check_type",
-    "checked_batch_size",
-    "checked_limiter",
-    "checked_prefetch",
-    "common_parts",
-    "consuming_sampler",
-    "refuse_exchange",
-    "uses_of",
-]
-
 
 def consuming_sampler(
     uses: object, sampler: Sampler | Callable[[], Sampler] | None, prefetch: int

@@ -17,16 +17,6 @@ from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 from replaykit.writers import Writer
 
-__all__ = [
-    "ConditionalUpdateResult",
-    "Patch",
-    "check_tracked",
-    "checked_handles",
-    "checked_patch",
-    "patchable",
-    "patched",
-]
-
 
 class ConditionalUpdateResult(TensorClass):
     """The outcome of ``update_if_present`` for each row.

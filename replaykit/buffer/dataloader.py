@@ -14,8 +14,6 @@ from replaykit.buffer.components import DataT
 from replaykit.buffer.source import BatchStreams
 from replaykit.declared import Count, read_value
 
-__all__ = ["BufferLoader", "StreamLoading"]
-
 
 class BufferLoader(DataLoader[DataT]):
     """A ``DataLoader`` that counts the batches it delivers.

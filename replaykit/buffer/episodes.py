@@ -16,9 +16,6 @@ from replaykit.storages.indexing import as_index, check_cells, check_range, rave
 from replaykit.storages.ledger import Ledger
 from replaykit.ted import REWARD
 
-__all__ = ["Episode", "EpisodeLookup", "EpisodeValues", "Episodes"]
-
-
 Array = np.ndarray[Any, Any]
 
 

@@ -27,8 +27,6 @@ from replaykit.storages.indexing import unravel_index
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["Event", "Observers", "wait_ready"]
-
 _LOG = logging.getLogger(__name__)
 
 EVENTS = ("write", "episode_end", "evict", "sample")

@@ -14,8 +14,6 @@ from replaykit.transforms import Compose, HindsightGoal
 from replaykit.transforms.batch_values import as_share
 from replaykit.transforms.history import Surroundings, require
 
-__all__ = ["HERReplayBuffer"]
-
 
 class _FirstRowsGoal(HindsightGoal):
     """New goals for the first rows of a batch, whose rewards a function of the rows returns."""

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 from replaykit.buffer.events import EVENTS, Event
 from replaykit.declared import Positive, Rule, decode_state, read_value
 
-__all__ = ["Metrics"]
-
 HISTOGRAM = "histogram:"
 """The prefix of lists whose numbers are a distribution, and are not added up."""
 

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 from replaykit.buffer.events import Event
 from replaykit.declared import Positive, read_value, within
 
-__all__ = ["PeriodicSave"]
-
 _LOG = logging.getLogger(__name__)
 
 _Seconds = Annotated[float, within(0)]

@@ -18,8 +18,6 @@ import torch
 from replaykit.interrupts import acquire
 from replaykit.transfer import Arrival
 
-__all__ = ["AheadBatch", "Draw", "DrawnBatch", "Mark", "Outdated", "Prefetcher"]
-
 
 @dataclass(slots=True)
 class Mark:

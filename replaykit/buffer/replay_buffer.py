@@ -62,8 +62,6 @@ from replaykit.transforms import Compose, Windows
 from replaykit.writers import Writer
 from replaykit.writers.writer import single_index
 
-__all__ = ["ReplayBuffer"]
-
 
 @named_after
 class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):

@@ -14,8 +14,6 @@ from replaykit.keywords import whole_number
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["resize_rows"]
-
 
 def resize_rows(buffer: ReplayBuffer, rows: int) -> int:
     """Change the capacity; return the number of rows that were evicted.

@@ -21,8 +21,6 @@ from replaykit.ted import format_key
 from replaykit.transforms.history import HistoryTransform, Prepared, Stacks, Surroundings
 from replaykit.transforms.transform import Compose
 
-__all__ = ["StoredSurroundings", "apply_all", "fetch_all"]
-
 Array = np.ndarray[Any, Any]
 
 _ALL = CountLaw(1, 0)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
     from replaykit.episodes import EpisodeIndex
 
-__all__ = ["Arrivals", "drain_rows", "remove_stream_rows", "take_rows"]
-
 Array = np.ndarray[Any, Any]
 
 _POLL_S = 0.05

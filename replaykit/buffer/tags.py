@@ -18,8 +18,6 @@ from replaykit.structure import Branch
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
 
-__all__ = ["check_tags", "tag_episodes", "tag_written"]
-
 
 def tag_episodes(
     buffer: ReplayBuffer, index: Any, values: Mapping[str, Any], generation: Any

@@ -18,8 +18,6 @@ from replaykit.schema import Schema, split_leaves
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from replaykit.storages.content import Content, Group
 
-__all__ = ["read_torchrl"]
-
 
 def read_torchrl(
     path: str | os.PathLike[str],

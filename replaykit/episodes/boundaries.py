@@ -14,18 +14,6 @@ from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key
 
-__all__ = [
-    "BoundColumns",
-    "BoundaryRule",
-    "CutMarks",
-    "RowColumns",
-    "RowNumbers",
-    "RowSource",
-    "SavedEpisodes",
-    "positions_from",
-    "seams",
-]
-
 
 class CutMarks:
     """The rows after which streams were cut, each with ``SEVERED`` or ``RESTORED``.

@@ -9,23 +9,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "CONTINUES",
-    "EPISODES",
-    "NOTHING",
-    "RESTORED",
-    "ROWS",
-    "SEVERED",
-    "SWITCHED",
-    "WINDOWS",
-    "CountLaw",
-    "EndReason",
-    "EpisodeTable",
-    "Found",
-    "Head",
-    "Needs",
-]
-
 
 class EndReason(IntEnum):
     """The reason why an episode has no further row.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from replaykit.schema import Rows
     from replaykit.structure import Path
 
-__all__ = ["EpisodeIndex"]
-
 Array = np.ndarray[Any, Any]
 
 _EVICTED, _RESET, _CUT = int(Head.EVICTED), int(Head.RESET), int(Head.CUT)

@@ -18,16 +18,6 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.episodes.boundaries import BoundColumns, RowColumns, SavedEpisodes
 
-__all__ = [
-    "ColumnReader",
-    "StreamEpisodes",
-    "cell_bytes",
-    "heads_to_save",
-    "key_dtype",
-    "known_heads",
-    "stream_keys",
-]
-
 Array = np.ndarray[Any, Any]
 Heads = Callable[[Array, Array, Array], Array]
 

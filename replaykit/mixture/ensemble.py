@@ -41,8 +41,6 @@ from replaykit.structure import map_leaves
 from replaykit.transfer import device_named
 from replaykit.transforms import Compose
 
-__all__ = ["ReplayBufferEnsemble"]
-
 
 @named_after
 class ReplayBufferEnsemble(StreamLoading[DataT]):

@@ -14,8 +14,6 @@ from replaykit.storages import Storage
 from replaykit.transforms import Compose
 from replaykit.writers import Writer
 
-__all__ = ["StorageEnsemble", "WriterEnsemble", "check_members", "check_parts", "chosen", "refused"]
-
 
 def chosen(index: Any, count: int, what: str) -> int | list[int]:
     """Return the number of the member that an index names, or a list of numbers.

@@ -15,8 +15,6 @@ from replaykit.buffer.source import UNITS
 from replaykit.declared import Count, Positive, decode_state, read_value, within
 from replaykit.errors import NotReady
 
-__all__ = ["MemberWeights", "Ramp", "checked_weights"]
-
 Array = np.ndarray[Any, Any]
 
 SIZE = "size"

@@ -14,8 +14,6 @@ from replaykit.errors import NotReady
 from replaykit.mixture.choosing import member_named
 from replaykit.mixture.ensemble import ReplayBufferEnsemble
 
-__all__ = ["JointBatch", "ScheduledChoice"]
-
 _TOTAL = "batch_size"
 
 

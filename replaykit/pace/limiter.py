@@ -7,8 +7,6 @@ from typing import Any
 
 from replaykit.keywords import whole_number
 
-__all__ = ["INSERT", "SAMPLE", "RateLimiter", "checked_timeout"]
-
 INSERT, SAMPLE = 0, 1
 """Numbers of the two sides, which wait for each other."""
 

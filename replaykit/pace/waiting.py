@@ -19,8 +19,6 @@ from replaykit.recovery.journal import MappedFile
 from replaykit.recovery.locks import OpenFile, SharedLock, drop_in_children, is_held, open_to_lock
 from replaykit.recovery.recovery_folder import COUNTS
 
-__all__ = ["Counts", "LimiterCounts", "LimiterQueue", "Seat", "SharedCounts", "Ticket"]
-
 
 class Seat(OpenFile):
     """A number that no other live seat of the same folder has.

@@ -29,8 +29,6 @@ from replaykit.priorities.tree_layout import (
     refuse_range,
 )
 
-__all__ = ["MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree"]
-
 _TAKEN = -1
 _INT64, _FLOAT32, _FLOAT64 = torch.int64, torch.float32, torch.float64
 

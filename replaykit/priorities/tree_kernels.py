@@ -19,8 +19,6 @@ from replaykit.priorities.tree_layout import (
     refuse_range,
 )
 
-__all__ = ["TorchKernel", "available_kernels", "chosen_kernel", "native_view"]
-
 _VARIABLE = "REPLAYKIT_TREE"
 
 

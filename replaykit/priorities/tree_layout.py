@@ -14,23 +14,6 @@ import torch
 
 from replaykit._compat import as_tensor
 
-__all__ = [
-    "FAN",
-    "Extreme",
-    "Levels",
-    "Operation",
-    "Sum",
-    "allocate",
-    "as_index",
-    "as_numbers",
-    "as_values",
-    "levels_of",
-    "operation_of",
-    "refuse",
-    "refuse_query",
-    "refuse_range",
-]
-
 FAN = 8
 _LINE = 64
 _HUGE = 1 << 21

@@ -20,8 +20,6 @@ from replaykit.samplers.window_measures import integers
 from replaykit.storages import Storage
 from replaykit.storages.indexing import rising
 
-__all__ = ["ConsumingSampler", "LiveSlots"]
-
 Array = np.ndarray[Any, Any]
 
 _FIRST = 64

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from replaykit.episodes import CountLaw, EpisodeIndex
     from replaykit.storages import Storage
 
-__all__ = [
-    "Coverage",
-    "DrawCounter",
-    "EpisodeMasses",
-    "WeighedEpisodes",
-    "chosen_order",
-    "episode_tags",
-    "weighed_episodes",
-]
-
 Array = np.ndarray[Any, Any]
 Predicate = Callable[[EpisodeData], Any]
 

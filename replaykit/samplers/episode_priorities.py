@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from replaykit.samplers.slice_arguments import Boundaries
     from replaykit.storages import Storage
 
-__all__ = ["EpisodePriorities", "PriorityMasses"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -16,8 +16,6 @@ from replaykit.storages.indexing import elements_of, rising
 from replaykit.structure import Path
 from replaykit.ted import format_key
 
-__all__ = ["VersionColumn", "VersionGroups"]
-
 Array = np.ndarray[Any, Any]
 
 _NONE = np.zeros(0, np.int64)

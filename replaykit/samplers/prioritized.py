@@ -34,8 +34,6 @@ from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
 
-__all__ = ["PrioritizedSampler"]
-
 _UNKNOWN = 1 << 48
 """Limit of an index if no storage is known."""
 

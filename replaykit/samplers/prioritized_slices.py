@@ -38,8 +38,6 @@ from replaykit.samplers.window_forms import SEQUENCE_ID, Cut
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 
-__all__ = ["PrioritizedSliceSampler"]
-
 _DRAWS = ("iid", "stratified", "without_replacement")
 _UNITS = ("step", "slice", "episode")
 

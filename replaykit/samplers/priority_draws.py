@@ -15,8 +15,6 @@ from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.storages.episode_tags import EpisodeData
 
-__all__ = ["EligiblePriorities", "drawn_distinct", "rows_of"]
-
 Array = np.ndarray[Any, Any]
 
 _MANY = 2

@@ -20,23 +20,6 @@ from replaykit.reductions import REDUCTIONS
 from replaykit.storages import Storage
 from replaykit.storages.indexing import check_range, ravel
 
-__all__ = [
-    "REQUIRED",
-    "PriorityLaw",
-    "SavedPriorities",
-    "Update",
-    "as_elements",
-    "as_it_is",
-    "as_priorities",
-    "bounds",
-    "check_options",
-    "checked_number",
-    "importance_weights",
-    "last_of_each",
-    "resolved_update",
-    "stored_elements",
-]
-
 _MOST_ELEMENTS = 2.0**48
 
 

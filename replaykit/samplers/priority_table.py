@@ -28,8 +28,6 @@ from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.tensor_bytes import by_value, from_value
 
-__all__ = ["PriorityTable"]
-
 Array = np.ndarray[Any, Any]
 
 _NONE = np.zeros(0, np.int64)

@@ -17,8 +17,6 @@ from replaykit.samplers.slicing import SliceRequest
 from replaykit.samplers.window_measures import Anchors, floor_below, uniform
 from replaykit.storages import Storage
 
-__all__: list[str] = []
-
 Array = np.ndarray[Any, Any]
 
 

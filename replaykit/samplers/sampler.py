@@ -26,8 +26,6 @@ from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 from replaykit.storages.tensor_bytes import by_value, from_value
 
-__all__ = ["SampleUnit", "Sampler", "Transition", "made_of_saved"]
-
 Array = np.ndarray[Any, Any]
 Made = TypeVar("Made")
 

@@ -13,14 +13,6 @@ from replaykit._compat import Uncompiled
 from replaykit.declared import Count, Positive, Rule, read_value
 from replaykit.samplers.sampler import Sampler
 
-__all__ = [
-    "LambdaScheduler",
-    "LinearScheduler",
-    "ParameterScheduler",
-    "SchedulerList",
-    "StepScheduler",
-]
-
 
 class ParameterScheduler(Uncompiled, ABC):
     """Sets a numeric attribute of a sampler at every ``step``.

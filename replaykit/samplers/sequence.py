@@ -16,8 +16,6 @@ from replaykit.storages.indexing import ravel, unravel_index
 from replaykit.structure import Branch
 from replaykit.ted import DONE, Key, unravel
 
-__all__ = ["EPISODE_BOUNDARIES", "AnchorUpdate", "Sequence", "anchor_priorities"]
-
 EPISODE_BOUNDARIES = ("pad", "stop", "include_reset")
 """The ways in which a window treats the end of its episode; see ``Sequence``."""
 

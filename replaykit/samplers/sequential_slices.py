@@ -21,8 +21,6 @@ from replaykit.samplers.window_measures import EpisodeOrder
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
-__all__: list[str] = []
-
 Array = np.ndarray[Any, Any]
 
 

@@ -23,8 +23,6 @@ from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.structure import Branch, Path
 from replaykit.ted import EPISODE_KEYS, format_key, unravel
 
-__all__ = ["Boundaries", "SliceSize", "checked_form", "checked_pad_value", "checked_span"]
-
 
 class SliceSize:
     """Number and length of the slices of a batch. The user gives one of the two."""

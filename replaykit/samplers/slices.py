@@ -54,8 +54,6 @@ from replaykit.samplers.window_measures import (
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
-__all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -20,18 +20,6 @@ from replaykit.samplers.window_measures import PerWindow, uniform
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 
-__all__ = [
-    "Recency",
-    "RecentPriorities",
-    "SliceRequest",
-    "Sliced",
-    "Slicing",
-    "checked_markers",
-    "checked_recent",
-    "checked_short",
-    "none_of",
-]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -20,8 +20,6 @@ from replaykit.samplers.window_measures import index_for, refuse_nothing, unifor
 from replaykit.storages import Storage
 from replaykit.ted import unravel
 
-__all__ = ["StalenessAwareSampler"]
-
 Array = np.ndarray[Any, Any]
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -26,8 +26,6 @@ from replaykit.samplers.window_measures import Eligible, eligible_records, index
 from replaykit.storages import Storage
 from replaykit.storages.indexing import ravel
 
-__all__ = ["RandomSampler", "SamplerWithoutReplacement"]
-
 Array = np.ndarray[Any, Any]
 
 

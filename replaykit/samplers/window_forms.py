@@ -15,19 +15,6 @@ from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
 
-__all__ = [
-    "ALIGNS",
-    "MASK",
-    "PADS",
-    "SEQUENCE_ID",
-    "SHORTS",
-    "Cut",
-    "Markers",
-    "Window",
-    "WindowForm",
-    "WindowLayout",
-]
-
 SEQUENCE_ID = "sequence_id"
 MASK = ("collector", "mask")
 

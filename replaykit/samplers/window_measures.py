@@ -12,27 +12,6 @@ from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = [
-    "DRAWS",
-    "MEASURES",
-    "SINGLE",
-    "Anchors",
-    "Eligible",
-    "EpisodeOrder",
-    "PerLane",
-    "PerTrajectory",
-    "PerTransition",
-    "PerWindow",
-    "eligible_records",
-    "iid",
-    "index_for",
-    "integers",
-    "refuse_nothing",
-    "stratified",
-    "uniform",
-    "without_replacement",
-]
-
 SINGLE = CountLaw.strict(1)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["REUSED_FROM", "BatchMemory"]
-
 REUSED_FROM = 2**20
 """Bytes of a tensor from which on its memory is reused. The search for a block takes as long as
 copying 100 KiB, while new memory may cost five times as much as the copy into it."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from replaykit.structure import Path
 
-__all__ = ["ChangeKind", "ChangeLog", "LoggedChange", "Removal"]
-
 Array = np.ndarray[Any, Any]
 
 

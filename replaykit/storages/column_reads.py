@@ -31,8 +31,6 @@ from replaykit.storages.storage import Storage
 from replaykit.structure import Path, build
 from replaykit.ted import format_key, unravel
 
-__all__ = ["AnyColumns", "ColumnReads", "SequencedStorage"]
-
 
 class SequencedStorage(Storage):
     """A storage whose episode indexes follow every commit.

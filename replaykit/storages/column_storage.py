@@ -35,8 +35,6 @@ from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 
-__all__ = ["AnyColumns", "ColumnStorage"]
-
 
 class ColumnStorage(ColumnReads):
     """The base of TensorStorage and LazyTensorStorage: one tensor per leaf."""

@@ -26,8 +26,6 @@ from replaykit.storages.tensor_bytes import carried, picked, picked_views
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 
-__all__ = ["Columns", "ScatteredColumns"]
-
 
 class ColumnMemory:
     """The memory of tensors, which moves if code with a view resizes a tensor.

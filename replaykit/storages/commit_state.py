@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from replaykit.storages.recoverable import Recovery
     from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = [
-    "CommittedPriorities",
-    "CommittedState",
-    "PriorityColumn",
-    "PriorityKeeper",
-    "RecoverableWriter",
-    "index_of_part",
-    "insert_part",
-    "set_alone",
-    "still_there",
-]
-
 Array = np.ndarray[Any, Any]
 
 

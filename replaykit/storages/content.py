@@ -26,13 +26,6 @@ from replaykit.storages.references import (
 )
 from replaykit.structure import Node, Path, build
 
-__all__ = [
-    "Content",
-    "Group",
-    "from_plain",
-    "to_plain",
-]
-
 _BATCH, _DEVICE = "__batch_size", "__device"
 
 

@@ -31,8 +31,6 @@ from replaykit.storages.tensor_bytes import any_differing
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 
-__all__ = ["DedupColumns"]
-
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 

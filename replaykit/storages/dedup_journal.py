@@ -18,8 +18,6 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.recoverable import Recovery
 
-__all__ = ["DedupJournal"]
-
 Array = np.ndarray[Any, Any]
 
 _BEFORE = (Tables.OVERFLOW_BEFORE_4, Tables.STEPS_BEFORE_4)

@@ -16,8 +16,6 @@ from replaykit.storages.records import alone, plan_records
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
 
-__all__ = ["NativeObservations", "observations_of"]
-
 _THREADS_FROM = 2**20
 """Bytes of a batch from which on all threads of torch copy it."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
     from replaykit.storages.removal import Replacement
 
-__all__ = ["EpisodeIndexes"]
-
 Array = np.ndarray[Any, Any]
 
 _DEFAULT = BoundaryRule()

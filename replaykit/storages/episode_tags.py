@@ -19,8 +19,6 @@ from replaykit.errors import SchemaError
 if TYPE_CHECKING:
     from replaykit.episodes import EpisodeIndex
 
-__all__ = ["DRAWS", "EpisodeData", "EpisodeTags", "TagState"]
-
 Array = np.ndarray[Any, Any]
 
 DRAWS = "draws"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
     from replaykit.storages.row_kernels import NativeRows
 
-__all__ = ["Before", "Frames", "Led", "StepsAhead", "StepsPlan"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -11,31 +11,6 @@ import torch
 from replaykit._compat import arange, as_tensor
 from replaykit.storages.tensor_bytes import carried
 
-__all__ = [
-    "agreed",
-    "all_distinct",
-    "as_cells",
-    "as_index",
-    "as_slots",
-    "check_cells",
-    "check_no_hole",
-    "check_range",
-    "contained",
-    "distinct_elements",
-    "elements_at",
-    "elements_of",
-    "in_order",
-    "indexed_shape",
-    "last_occurrences",
-    "order_of_all",
-    "ravel",
-    "rising",
-    "rising_below",
-    "selected_elements",
-    "unravel_index",
-    "with_lanes",
-]
-
 
 def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:
     """Convert an index of dimension 0 to an int, a slice or an int64 tensor.

@@ -17,12 +17,6 @@ from replaykit.recovery.recovery_folder import Tables
 from replaykit.storages.change_log import ChangeKind, ChangeLog, Removal
 from replaykit.storages.indexing import all_distinct
 
-__all__ = [
-    "Ledger",
-    "LedgerState",
-    "Region",
-]
-
 Array = np.ndarray[Any, Any]
 Table = torch.Tensor | ReadLater[torch.Tensor]
 

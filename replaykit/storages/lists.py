@@ -25,8 +25,6 @@ from replaykit.storages.storage import Storage
 from replaykit.structure import Path, from_numbers
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key
 
-__all__ = ["LazyStackStorage", "ListStorage", "copy_item"]
-
 _UNBOUNDED = 2**63 - 1
 
 

@@ -47,8 +47,6 @@ from replaykit.storages.tensors import DESCRIBED, LazyTensorStorage
 from replaykit.structure import Path
 from replaykit.ted import unravel
 
-__all__ = ["LazyMemmapStorage", "join_storage"]
-
 
 class LazyMemmapStorage(LazyTensorStorage):
     """Rows in memory-mapped files, which the first write creates.

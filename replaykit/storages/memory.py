@@ -13,17 +13,6 @@ from replaykit.schema import Schema
 from replaykit.storages.records import RecordLayout, alone
 from replaykit.structure import Path
 
-__all__ = [
-    "allocate",
-    "as_device",
-    "available_memory",
-    "column_shapes",
-    "format_bytes",
-    "overlaps",
-    "reach",
-    "storage_bytes",
-]
-
 
 def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether two elements of the tensor may share an address."""

@@ -24,21 +24,6 @@ from replaykit.ted import (
     unravel,
 )
 
-__all__ = [
-    "Chains",
-    "DedupNext",
-    "Mismatch",
-    "Pairs",
-    "StreamTails",
-    "adjacent",
-    "chains",
-    "check_follows",
-    "checked_keys",
-    "checked_mismatch",
-    "following_lanes",
-    "pairs_of",
-]
-
 DedupNext = bool | Iterable[Any]
 """``False`` for no keys, ``True`` for all eligible keys, or a list of root keys."""
 

@@ -29,8 +29,6 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.dedup_journal import DedupJournal
 
-__all__ = ["ObservationTable"]
-
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
 

@@ -12,8 +12,6 @@ from replaykit.storages.memory import allocate
 from replaykit.storages.records import plan_records
 from replaykit.storages.tensor_bytes import carried
 
-__all__ = ["Grow", "grow_in_memory", "grown_entries"]
-
 Grow = Callable[[Schema, int, Columns | None], Columns]
 """``grow(schema, entries, table)`` returns columns with ``entries`` slots and the table's
 values."""

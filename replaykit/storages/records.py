@@ -17,17 +17,6 @@ from replaykit.schema import Schema
 from replaykit.storages.batch_memory import REUSED_FROM, BatchMemory
 from replaykit.structure import Path
 
-__all__ = [
-    "WIDE_BYTES",
-    "PackedLeaves",
-    "RecordLayout",
-    "alone",
-    "field_of",
-    "field_view",
-    "plan_records",
-    "runs_of",
-]
-
 
 def runs_of(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:
     """Split slots into at most two rising runs ``(first slot, start, stop)``.

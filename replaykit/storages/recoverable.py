@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from replaykit.storages.shared_storage import Sharing
     from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = ["Recovery"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from replaykit.storages.recoverable import Recovery
     from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = [
-    "ANNOUNCED",
-    "IRREGULAR",
-    "RESERVED",
-    "RESET",
-    "SIGN_COUNT",
-    "hand_over",
-    "make_columns",
-    "open_files",
-    "published_content",
-    "resume",
-]
-
 Array = np.ndarray[Any, Any]
 
 ANNOUNCED, IRREGULAR, RESET, RESERVED = range(SIGN_COUNT := 4)

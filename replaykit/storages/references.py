@@ -13,18 +13,6 @@ from replaykit.checkpoint import MappedRows, ReadLater, RowChunks
 from replaykit.storages.indexing import agreed, rising_below
 from replaykit.storages.tensor_bytes import carried
 
-__all__ = [
-    "NEXT",
-    "OBSERVATION",
-    "REFERENCES_KEY",
-    "ReferencedColumn",
-    "References",
-    "entries_of",
-    "followed_references",
-    "picked_entries",
-    "rebuilt_columns",
-]
-
 Array = np.ndarray[Any, Any]
 
 OBSERVATION, NEXT = 0, 1

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from replaykit.schema import Rows
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = [
-    "Replacement",
-    "check_removable",
-    "named_lanes",
-    "oldest_slots",
-    "remove_oldest",
-    "stream_index",
-]
-
 Array = np.ndarray[Any, Any]
 
 _NO_SLOTS = np.zeros(0, np.int64)

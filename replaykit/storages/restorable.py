@@ -38,8 +38,6 @@ from replaykit.storages.taken_rows import load_taken, taken_mask
 from replaykit.storages.tensor_bytes import by_value, from_value, picked
 from replaykit.structure import Branch, Path
 
-__all__ = ["RestorableStorage", "adopt_mapped", "mapped_rows", "why_not_mapped"]
-
 _BLOCK_BYTES = 4 * 2**20
 """Bytes of a block of a load. Its temporary values stay in the processor's cache."""
 _WHOLE_BYTES = 2**26

@@ -26,18 +26,6 @@ from replaykit.storages.records import RecordLayout, plan_records
 from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
-__all__ = [
-    "OVERFLOW",
-    "RowFiles",
-    "added_in_files",
-    "columns_in_files",
-    "grow_in_files",
-    "map_file",
-    "refuse_taken",
-    "remove_empty",
-    "rows_as_bytes",
-]
-
 Array = np.ndarray[Any, Any]
 
 _RECORDS: Path = (object(),)

@@ -22,8 +22,6 @@ from replaykit.structure import Path
 if TYPE_CHECKING:
     from replaykit.storages.columns import Columns
 
-__all__ = ["NativeRows", "copy_rows", "gather", "gather_some", "scatter"]
-
 _THREADS_FROM = 2**20
 """Bytes of a batch from which on several threads are faster."""
 

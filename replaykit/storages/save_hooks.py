@@ -23,15 +23,6 @@ from replaykit.structure import build, map_leaves
 if TYPE_CHECKING:
     from replaykit.storages.storage import Storage
 
-__all__ = [
-    "Hook",
-    "SavedRows",
-    "check_no_checkpointer",
-    "content_after_load",
-    "content_to_save",
-    "warn_left_out",
-]
-
 
 def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     """Return the rows of a storage, changed by its save hooks.

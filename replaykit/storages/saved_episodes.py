@@ -20,8 +20,6 @@ from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags
 
-__all__ = ["EpisodeState", "MovedPositions", "heads_of", "moved_tags", "state_of_subset"]
-
 Array = np.ndarray[Any, Any]
 
 _Position = Annotated[int, within(-MOST)]

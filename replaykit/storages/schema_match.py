@@ -13,8 +13,6 @@ from replaykit.schema import Rows, Schema
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import end_flags
 
-__all__ = ["MatchedRows", "Matcher"]
-
 _CACHED_SHAPES = 16
 """Most batch shapes with a cached template; training loops use one or two."""
 

@@ -58,14 +58,6 @@ from replaykit.storages.references import REFERENCES_KEY
 if TYPE_CHECKING:
     from replaykit.storages.tensors import LazyTensorStorage
 
-__all__ = [
-    "HOW",
-    "Sharing",
-    "begin_sharing",
-    "memory_folder",
-    "read_description",
-]
-
 Array = np.ndarray[Any, Any]
 
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")

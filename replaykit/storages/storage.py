@@ -21,8 +21,6 @@ from replaykit.storages.ledger import Ledger
 from replaykit.storages.save_hooks import SavedRows
 from replaykit.structure import Path, map_leaves
 
-__all__ = ["Listener", "Storage"]
-
 
 class Listener(Protocol):
     """An object that is notified of writes."""

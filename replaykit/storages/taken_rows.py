@@ -14,8 +14,6 @@ from replaykit.storages.removal import named_lanes, stream_index
 if TYPE_CHECKING:
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["StreamQueues", "load_taken", "row_ids", "take_elements", "taken", "taken_mask"]
-
 Array = np.ndarray[Any, Any]
 
 

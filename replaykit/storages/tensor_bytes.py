@@ -12,17 +12,6 @@ import torch
 from replaykit.checkpoint import RowChunks
 from replaykit.structure import raw_bytes
 
-__all__ = [
-    "any_differing",
-    "by_value",
-    "carried",
-    "carried_rows",
-    "differing",
-    "from_value",
-    "picked",
-    "picked_views",
-]
-
 _Key = TypeVar("_Key")
 
 _NATIVE = frozenset(

@@ -40,8 +40,6 @@ from replaykit.storages.shared_storage import HOW, begin_sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key
 
-__all__ = ["DESCRIBED", "LazyTensorStorage", "TensorStorage"]
-
 DESCRIBED = ("max_size", "ndim", "lane_key", "dedup_next", "on_mismatch")
 """Names of the arguments that processes find in the description of a shared storage."""
 

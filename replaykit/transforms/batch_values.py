@@ -16,25 +16,6 @@ from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.history import Surroundings, over_features
 from replaykit.transforms.transform import Transform
 
-__all__ = [
-    "ValueTransform",
-    "as_keys",
-    "as_number",
-    "as_share",
-    "check_range",
-    "keep_padding",
-    "last_real",
-    "nearest_real",
-    "real_of",
-    "real_rows",
-    "require",
-    "require_tensor",
-    "rows_ahead",
-    "set_all",
-    "set_groups",
-    "set_real",
-]
-
 _MASK_KEYS: Final[tuple[Key, ...]] = (("validity_mask",), ("collector", "mask"))
 _LAID_OUT_MASK: Final[Key] = ("mask",)
 

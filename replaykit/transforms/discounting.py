@@ -20,18 +20,6 @@ from replaykit.transforms.history import (
     over_features,
 )
 
-__all__ = [
-    "Bootstrap",
-    "discounted_returns",
-    "discounted_sums",
-    "is_set",
-    "one_step_key",
-    "open_by_reason",
-    "powers",
-    "steps_and_gamma",
-    "summable",
-]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -27,8 +27,6 @@ from replaykit.transforms.history import (
     require,
 )
 
-__all__ = ["FrameStream", "PreviousStep", "StackFrames", "StepCount", "arranged", "next_stack"]
-
 
 def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
     """Return frames ``[B, k, *F]`` in the layout of a stack.

@@ -25,14 +25,6 @@ from replaykit.transforms.history import (
     require,
 )
 
-__all__ = [
-    "REACHED",
-    "HindsightGoal",
-    "distance_rewards",
-    "later_goals",
-    "relabel_rows",
-]
-
 Array = np.ndarray[Any, Any]
 Leaves = Sequence[torch.Tensor]
 

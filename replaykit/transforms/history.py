@@ -17,8 +17,6 @@ from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.transform import Transform
 
-__all__ = ["Around", "HistoryTransform", "Surroundings"]
-
 Array = np.ndarray[Any, Any]
 
 

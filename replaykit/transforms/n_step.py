@@ -51,9 +51,6 @@ from replaykit.transforms.history import (
 )
 from replaykit.transforms.transform import Transform
 
-__all__ = ["NStep", "NStepWriting"]
-
-
 _Rows = Annotated[Any, Rule("a TensorDict", is_tensordict)]
 
 

@@ -20,8 +20,6 @@ from replaykit.transforms.history import (
     over_features,
 )
 
-__all__ = ["ExpandTag", "Shift", "Tag", "WindowLast"]
-
 Array = np.ndarray[Any, Any]
 
 

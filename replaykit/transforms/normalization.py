@@ -26,8 +26,6 @@ from replaykit.transforms.batch_values import (
 from replaykit.transforms.transform import Compose
 from replaykit.transforms.windows import Windows
 
-__all__ = ["Normalize", "RunningNorm", "Unnormalize"]
-
 KINDS = ("running", "window", "ema")
 
 MODES = ("mean_std", "min_max", "quantiles")

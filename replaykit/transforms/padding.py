@@ -13,8 +13,6 @@ from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transforms.batch_values import ValueTransform, require_tensor
 
-__all__ = ["Pad"]
-
 
 class Pad(ValueTransform):
     """A transform that pads columns to a common width, and adds columns that a data set lacks.

@@ -24,8 +24,6 @@ from replaykit.transforms.history import over_features, require
 from replaykit.transforms.trajectory_edits import EditedEpisodes
 from replaykit.transforms.transform import Transform
 
-__all__ = ["ReturnToGo"]
-
 Array = np.ndarray[Any, Any]
 
 _VALID: Final[Key] = ("return_valid",)

@@ -30,8 +30,6 @@ from replaykit.transforms.history import (
     over_features,
 )
 
-__all__ = ["EditedEpisodes", "TrajectoryTransform", "check_flags", "end_reasons", "same_rows"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -10,8 +10,6 @@ import torch
 
 from replaykit.keywords import one_of
 
-__all__ = ["Compose", "Transform"]
-
 
 class Transform:
     """A transform for both directions: ``forward`` on read, ``inv`` on write.

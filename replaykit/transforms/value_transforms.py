@@ -25,20 +25,6 @@ from replaykit.transforms.batch_values import (
 )
 from replaykit.transforms.transform import Transform
 
-__all__ = [
-    "Cast",
-    "CatTensors",
-    "ExcludeTransform",
-    "ImageScale",
-    "KeepRaw",
-    "RenameTransform",
-    "RewardClip",
-    "RewardMap",
-    "RewardScale",
-    "RewardShift",
-    "SelectTransform",
-]
-
 
 class Cast(ValueTransform):
     """A transform that casts columns to another dtype on read.

@@ -18,8 +18,6 @@ from replaykit.ted import format_key, unravel
 from replaykit.transforms.batch_values import as_number, set_all
 from replaykit.transforms.history import Around, HistoryTransform, Surroundings, as_tensor_like
 
-__all__ = ["Windows"]
-
 Array = np.ndarray[Any, Any]
 
 _TOLERANCE = 1e-4

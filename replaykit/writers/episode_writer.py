@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from replaykit.episodes import EpisodeIndex
     from replaykit.storages.column_storage import ColumnStorage
 
-__all__ = ["EpisodeWriter"]
-
 Array = np.ndarray[Any, Any]
 
 

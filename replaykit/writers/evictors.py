@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from replaykit.storages.episode_tags import EpisodeData
 
-__all__ = ["ByNumber", "Evictor", "Fifo", "LowestPriority", "MostSampled", "Oldest", "Uniform"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -22,8 +22,6 @@ from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
 from replaykit.writers.writer import Writer, WriterState, ledger_of
 
-__all__ = ["TensorDictMaxValueWriter"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -23,17 +23,6 @@ from replaykit.structure import Branch
 from replaykit.ted import format_key
 from replaykit.writers.writer import Writer, WriterState, full_index, ledger_of
 
-__all__ = [
-    "ImmutableDatasetWriter",
-    "LaneWriter",
-    "RoundRobinWriter",
-    "TensorDictRoundRobinWriter",
-    "check_lane_key",
-    "check_tensordicts",
-    "stream_numbers",
-    "streams_of",
-]
-
 
 class RoundRobinWriter(Writer):
     """A writer that appends rows in a ring and replaces the oldest rows.

@@ -22,8 +22,6 @@ from replaykit.storages.ledger import Ledger, LedgerState
 from replaykit.storages.saved_episodes import EpisodeState
 from replaykit.structure import Path
 
-__all__ = ["Writer", "WriterState"]
-
 
 @dataclass(frozen=True)
 class WriterState:
