@@ -17,21 +17,15 @@ from replaykit.buffer import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from replaykit.buffer.buffer_variants import (
+    HERReplayBuffer,
+    read_torchrl,
+)
 from replaykit.buffer.events import (
     Event,
-    wait_ready,
-)
-from replaykit.buffer.hindsight_buffer import (
-    HERReplayBuffer,
-)
-from replaykit.buffer.metrics import (
     Metrics,
-)
-from replaykit.buffer.periodic_save import (
     PeriodicSave,
-)
-from replaykit.buffer.torchrl_buffers import (
-    read_torchrl,
+    wait_ready,
 )
 from replaykit.datasets.dataset import (
     BaseDatasetExperienceReplay,

@@ -15,9 +15,8 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from replaykit._compat import shared_bytes
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.deliver import deliver_batch
-from replaykit.buffer.draw import choose_rows, read_earlier, size_of
+from replaykit.buffer.draw import checked_batch_size, choose_rows, read_earlier, size_of
 from replaykit.buffer.prefetch import Draw
 from replaykit.buffer.source import BatchStreams, RemoteRequest, loading_sampler
 from replaykit.declared import Count, Positive, read_value

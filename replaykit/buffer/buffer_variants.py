@@ -1,16 +1,29 @@
-"""Define the prioritized buffers, and those of TorchRL's TensorDict classes."""
+"""Define the prioritized buffers, those of TorchRL, and the reader of its checkpoints."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
-from replaykit.buffer.components import DataT, PrioritizedT, SamplerT, StorageT, WriterT
+from replaykit.buffer.components import DataT, PrioritizedT, SamplerT, StorageT, WriterT, as_chain
 from replaykit.buffer.replay_buffer import ReplayBuffer
+from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
+from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
+from replaykit.declared import encode_state
 from replaykit.keywords import Replaced, checked_keywords
-from replaykit.samplers import PrioritizedSampler
+from replaykit.samplers import PrioritizedSampler, Sampler
+from replaykit.samplers.priority_rules import SavedPriorities
+from replaykit.schema import Schema, split_leaves
+from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+from replaykit.storages.content import Content, Group
+from replaykit.ted import DONE, REWARD, format_key, unravel
+from replaykit.transforms import Compose, HindsightGoal
+from replaykit.transforms.batch_values import as_share
+from replaykit.transforms.history import Surroundings, require
 
 
 def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
@@ -244,3 +257,264 @@ class TensorDictPrioritizedReplayBuffer(
         )
 
     extend = TensorDictReplayBuffer.extend
+
+
+def read_torchrl(
+    path: str | os.PathLike[str],
+    *,
+    storage: Storage | None = None,
+    sampler: Sampler | None = None,
+    scratch_dir: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> ReplayBuffer:
+    """Make a buffer from a checkpoint of TorchRL's ``ReplayBuffer.dumps(path)``.
+
+    The function reads checkpoints of TorchRL 0.3 and later. The storage must be memory-mapped or a
+    tensor storage, with a round-robin writer. The sampler must be a RandomSampler, a
+    PrioritizedSampler or a sampler of slices. Only JSON and raw values are read. No pickle is
+    opened, and no code from the files runs. The directory is not changed, and not used afterwards.
+
+    The buffer takes from the files every stored row in its slot, capacity, cursor, write count and
+    batch size. It also takes the state of a generator on the CPU, and ``alpha``, ``beta``, ``eps``
+    and the priorities of a PrioritizedSampler.
+
+    The episode index is computed from the columns. TorchRL saves powers of the priorities, from
+    which the raw priorities are computed. The probabilities equal those of TorchRL up to the
+    precision of the saved powers. With ``alpha=0`` all powers are 1, so each row gets the largest
+    priority. TorchRL's TensorDictReplayBuffer stores a column ``index``. This column is not read,
+    because every sample has a separate ``index``.
+
+    Generations, prefetched batches (``prefetch.pkl``) and the rest of a pass (of
+    SamplerWithoutReplacement and others) are not read. Nor is the state of transforms
+    (``transform.t``), which causes a UserWarning.
+
+    Args:
+        path: the directory.
+        storage: the storage for the rows, of any kind and capacity. Its rows are replaced. A
+            smaller storage keeps the newest rows. None for a LazyTensorStorage of the same
+            capacity.
+        sampler: the sampler. A sampler with priorities takes the saved priorities; others start
+            over. None for a PrioritizedSampler with the saved exponents, or a RandomSampler.
+        scratch_dir: folder for a LazyMemmapStorage of the same capacity, instead of ``storage``.
+        options: further arguments of ReplayBuffer. ``batch_size`` and ``generator`` override the
+            saved values.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint of TorchRL.
+        CheckpointError: a file is missing, is a link, or contradicts another file in size or
+            content. The error names it.
+        ValueError: the checkpoint has parts that cannot be read; the error names them. These parts
+            are nested tensors, tensorclasses, lists, and all other entries that are not plain
+            tensors. Also other writers, and other samplers if ``sampler`` is not given.
+        TypeError: both ``storage`` and ``scratch_dir`` are given.
+
+    TorchRL's directories have no checksums and are overwritten in place. After an interrupted save,
+    only files of a wrong size are detected.
+
+    Cost: one pass over the stored rows.
+
+    Example:
+        >>> from replaykit import read_torchrl
+        >>> rb = read_torchrl("tests/checkpoint/fixtures/torchrl_prioritized")
+        >>> rb.storage.max_size, len(rb), rb.write_count, rb.sampler.alpha
+        (10, 10, 13, 0.7)
+        >>> rb[3]["next", "reward"].item()
+        3.0
+    """
+    if storage is not None and scratch_dir is not None:
+        raise TypeError("expected storage or scratch_dir, got both")
+    ndim = None if storage is None else storage.ndim
+    saved = open_torchrl(path, ndim)
+    if saved.other_sampler is not None and sampler is None:
+        raise ValueError(
+            f"expected the state of a RandomSampler or PrioritizedSampler, got "
+            f"{saved.other_sampler}, which is not read; give sampler=, which then starts over"
+        )
+    if saved.transforms:
+        warnings.warn(
+            f"the state of transforms in {os.fspath(path)}/transform.t is a pickle and is not "
+            "read; give transform= with the state that they need",
+            UserWarning,
+            stacklevel=2,
+        )
+    if storage is None:
+        capacity = saved.slots * saved.lanes.numel()
+        storage = (
+            LazyTensorStorage(capacity, ndim=saved.ndim)
+            if scratch_dir is None
+            else LazyMemmapStorage(capacity, ndim=saved.ndim, scratch_dir=scratch_dir)
+        )
+    found = saved.priorities
+    if sampler is None and found is not None:
+        dtype = torch.float32 if found.single else torch.float64
+        sampler = PrioritizedSampler(alpha=found.alpha, beta=found.beta, eps=found.eps, dtype=dtype)
+    options.setdefault("batch_size", saved.batch_size)
+    if saved.generator is not None and options.get("generator") is None:
+        options["generator"] = _generator(saved.generator)
+    buffer = ReplayBuffer(storage=storage, sampler=sampler, **options)
+    with buffer._locked():
+        apply_state(cast(Any, buffer), _state(buffer, saved))
+    return buffer
+
+
+def _generator(state: torch.Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    try:
+        generator.set_state(state)
+    except RuntimeError as error:
+        raise ValueError(f"expected the state of a generator in rng_state, got {error}") from None
+    return generator
+
+
+def _state(buffer: ReplayBuffer, saved: TorchRLCheckpoint) -> BufferState:
+    """Return the state that a buffer of this package would have saved."""
+    rows = split_leaves(saved.rows, saved.ndim)
+    group = Group(Schema(rows.root), tuple(rows.leaves.values()))
+    elements = saved.length * saved.lanes.numel()
+    sampler = buffer.sampler
+    state = saved_sampler(sampler)
+    if sampler.prioritized and "_priorities" in state:
+        found = saved.priorities or TorchRLPriorities(
+            state["_alpha"], state["_beta"], state["_eps"], 1.0, torch.ones(elements), single=True
+        )
+        state |= encode_state(
+            SavedPriorities(found.alpha, found.beta, found.eps, found.max_priority, 0, found.raw)
+        )
+    return BufferState(
+        content=Content(saved.length, saved.lanes, (group,)),
+        storage=None,
+        writer={
+            "_kind": "round_robin",
+            "_write_count": saved.written * saved.lanes.numel(),
+            "_cursor": saved.cursor,
+            "_ledger": {
+                "slots": saved.slots,
+                "length": saved.length,
+                "cursor": saved.cursor,
+                "next_position": saved.written,
+                "positions": None,
+                "generations": None,
+            },
+            "_episodes": None,
+        },
+        sampler=state,
+        transforms=buffer._chain.state_dict(),
+        generator=generator_state(buffer._generator),
+        undelivered=[],
+    )
+
+
+class _FirstRowsGoal(HindsightGoal):
+    """New goals for the first rows of a batch, whose rewards a function of the rows returns."""
+
+    relabels = False  # the function needs whole rows, so it cannot change those of later transforms
+
+    def __init__(
+        self, share: float, strategy: str, goal: Any, achieved: Any, reward: Any, reward_fn: Any
+    ) -> None:
+        super().__init__(share, strategy, scope="step")
+        self.achieved, self.goal, self.reward = map(unravel, (achieved, goal, reward))
+        self.row_rewards = reward_fn
+        self.changes = frozenset({self.goal, ("next", *self.goal), self.reward})
+        self.relabel_keys = ()
+
+    def fetch(self, around: Surroundings) -> Any:
+        count = int(len(around) * self.p)
+        if not count:
+            return None
+        time, lane = self._targets(around, around.time, around.uniform(len(around)))
+        return count, around.seen(around.fetch([self.achieved], time, lane))[self.achieved]
+
+    def apply(self, data: Any, fetched: Any, around: Surroundings) -> Any:
+        require(data, [self.goal, self.achieved], self)
+        if fetched is None:
+            return data
+        count, goals = fetched
+        part, both = data[:count].clone(), (self.goal, ("next", *self.goal))
+        keys = [key for key in both if data.get(key, None) is not None]
+        for key in keys:
+            part.get(key).copy_(goals[:count])
+        reward = part.get(self.reward)
+        reward.copy_(torch.as_tensor(self.row_rewards(part)).reshape(reward.shape))
+        for key in (*keys, self.reward):
+            value = data.get(key).clone()
+            value[:count] = part.get(key)
+            data.set(key, value)
+        return data
+
+
+class HERReplayBuffer(TensorDictReplayBuffer[DataT, StorageT, SamplerT, WriterT]):
+    """A TensorDictReplayBuffer with hindsight goals, as TorchRL has it.
+
+    The first ``int(her_ratio * B)`` rows of a batch get a goal that was achieved in a stored row of
+    their episode, at the row itself or later. ``reward_fn`` computes their rewards. Stored rows do
+    not change. The transform `HindsightGoal` has more options, and changes rows that n-step sums
+    read.
+
+    Args:
+        reward_fn: a function of a TensorDict ``[n]``, which has the new goals. It returns rewards
+            ``[n, 1]`` or ``[n]``.
+        her_ratio: share of rows that get new goals, in [0, 1].
+        strategy: "future", "final", "episode" or "random", as for `HindsightGoal`.
+        goal_key: key of the goal. ``("next", goal_key)`` gets the same goal if it is stored.
+        achieved_goal_key: key of the goal that a row has achieved.
+        reward_key: key of the reward.
+        end_key: must be ``("next", "done")``. The storage finds episodes by its episode index.
+        sampler: chooses the rows; by default ``RandomSampler()``.
+        transform: transforms that run after the goals are replaced.
+        kwargs: other arguments of TensorDictReplayBuffer.
+
+    Raises:
+        ValueError: ``her_ratio`` is outside [0, 1], ``strategy`` is unknown, or ``end_key`` is
+            another key.
+        TypeError: ``reward_fn`` cannot be called.
+        KeyError: when a batch is read, a goal is absent.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import HERReplayBuffer, LazyTensorStorage
+        >>> def reward_fn(rows):
+        ...     return (rows["achieved_goal"] == rows["desired_goal"]).float()
+        >>> rb = HERReplayBuffer(reward_fn, her_ratio=0.5, storage=LazyTensorStorage(100),
+        ...                      strategy="final", batch_size=4)
+        >>> _ = rb.extend(TensorDict({
+        ...     "achieved_goal": torch.arange(3.0)[:, None],
+        ...     "desired_goal": torch.full((3, 1), 9.0),
+        ...     "next": {"reward": torch.zeros(3, 1), "done": torch.tensor([[0], [0], [1]]).bool()},
+        ... }, [3]))
+        >>> rb.sample()["desired_goal"].flatten()
+        tensor([2., 2., 9., 9.])
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[[Any], torch.Tensor],
+        *,
+        her_ratio: float = 0.8,
+        strategy: str = "future",
+        goal_key: Any = "desired_goal",
+        achieved_goal_key: Any = "achieved_goal",
+        reward_key: Any = REWARD,
+        end_key: Any = DONE,
+        sampler: SamplerT | Callable[[], SamplerT] | None = None,
+        transform: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(reward_fn):
+            raise TypeError(f"expected reward_fn as a function, got {type(reward_fn).__name__}")
+        if unravel(end_key) != DONE:
+            raise ValueError(
+                f"expected end_key as {format_key(DONE)}, by which the storage finds the ends of "
+                f"episodes, got {end_key!r}"
+            )
+        goals = _FirstRowsGoal(
+            as_share("her_ratio", her_ratio),
+            str(getattr(strategy, "value", strategy)),
+            goal_key,
+            achieved_goal_key,
+            reward_key,
+            reward_fn,
+        )
+        super().__init__(sampler=sampler, transform=Compose(goals, *as_chain(transform)), **kwargs)
+        self.reward_fn, self.her_ratio, self.strategy = reward_fn, goals.p, goals.strategy

@@ -10,12 +10,13 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 
 from replaykit._compat import as_tensor, new_tensordict
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.prefetch import AheadBatch, Draw, DrawnBatch, Mark, Outdated, Prefetcher
 from replaykit.buffer.row_context import fetch_all
+from replaykit.declared import Positive, read_value
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.samplers.window_measures import index_for
 from replaykit.storages import Storage
@@ -46,6 +47,12 @@ def size_of(buffer: ReplayBuffer, batch_size: int | None) -> int:
     if buffer._batch_size is None:
         raise RuntimeError("batch_size not specified: give it to the constructor or to sample()")
     return buffer._batch_size
+
+
+def checked_batch_size(batch_size: object) -> int:
+    """Return a batch size; ValueError if it is not an int of at least 1."""
+    number = int(batch_size) if isinstance(batch_size, np.integer) else batch_size
+    return cast(int, read_value(Positive, number, "batch_size"))
 
 
 def random_state(generator: torch.Generator | None) -> torch.Tensor:

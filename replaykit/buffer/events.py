@@ -1,20 +1,24 @@
-"""Call functions after writes, ends of episodes, evictions and samples."""
+"""Report the events of a buffer, and count and save by them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 
 from replaykit.buffer.source import seconds_left
+from replaykit.declared import Positive, Rule, decode_state, read_value, within
 from replaykit.errors import Closed
 from replaykit.interrupts import deferred
 from replaykit.keywords import one_of
@@ -241,3 +245,235 @@ def _buffers_in(source: Any) -> list[Any]:
         return [source] if callable(getattr(source, "on", None)) else []
     values = members.values() if isinstance(members, Mapping) else members
     return [buffer for member in values for buffer in _buffers_in(member)]
+
+
+HISTOGRAM = "histogram:"
+"""The prefix of lists whose numbers are a distribution, and are not added up."""
+
+
+_Number = Annotated[Any, Rule("a number", lambda value: type(value) in (int, float))]
+"""A number that may be NaN, for example the loss of a failed update."""
+
+
+@dataclass(frozen=True)
+class _State:
+    sums: dict[str, _Number]
+    windows: dict[str, list[_Number]]
+
+
+class Metrics:
+    """Sums and recent values of named numbers, which events of buffers and callers report.
+
+    With ``attach``, the keys "write", "evict" and "sample" count rows, and "episode_end" counts
+    ended episodes. The state is saved with the buffer. All methods may be called from any thread.
+
+    Args:
+        window: number of recent values of each key that are stored.
+        every: number of written rows between two calls of ``log``.
+        log: a function that receives the values of ``get_report()``; None for none.
+
+    Raises:
+        ValueError: ``window`` or ``every`` is not an int of at least 1.
+
+    Example:
+        >>> import torch
+        >>> from replaykit import LazyTensorStorage, Metrics, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+        >>> metrics = Metrics().attach(rb)
+        >>> for _ in range(3):
+        ...     _ = rb.extend(torch.zeros(2))
+        >>> _ = rb.sample()
+        >>> metrics.report({"loss": 0.5}, {"return": [1.0, 3.0]})
+        >>> values, windows = metrics.get_report()
+        >>> values["write/cumulative"], values["evict/cumulative"], values["return"]
+        (6.0, 2.0, 2.0)
+        >>> windows["write"]
+        [2.0, 2.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        window: int = 1000,
+        every: int = 10_000,
+        log: Callable[[dict[str, float]], object] | None = None,
+    ) -> None:
+        self.window: int = read_value(Positive, window, "window")
+        self.every: int = read_value(Positive, every, "every")
+        self.log = log
+        self._sums: dict[str, float] = {}
+        self._windows: dict[str, deque[float]] = {}
+        self._lock = threading.Lock()
+        self._due = self.every
+
+    def attach(self, buffer: Any) -> Metrics:
+        """Count the events of a buffer, and save the state with it; return the metrics."""
+        for kind in EVENTS:
+            buffer.on(kind, self._count, state=self)
+        return self
+
+    def _count(self, event: Event) -> None:
+        self.report({event.kind: event.count})
+        written = self._sums.get("write", 0)
+        if event.kind == "write" and written >= self._due:
+            self._due = written + self.every
+            if self.log is not None:
+                self.log(self.get_report()[0])
+
+    def report(
+        self,
+        scalars: Mapping[str, float] | None = None,
+        lists: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Add numbers.
+
+        Args:
+            scalars: a number for each key.
+            lists: several numbers for each key. Those of keys that begin with "histogram:" have no
+                sum.
+        """
+        added = {**{key: [value] for key, value in (scalars or {}).items()}, **(lists or {})}
+        checked = {key: [float(value) for value in values] for key, values in added.items()}
+        with self._lock:
+            for key, values in checked.items():
+                self._windows.setdefault(key, deque(maxlen=self.window)).extend(values)
+                if not key.startswith(HISTOGRAM):
+                    self._sums[key] = self._sums.get(key, 0.0) + sum(values)
+
+    @contextlib.contextmanager
+    def timer(self, key: str) -> Iterator[None]:
+        """Report the seconds that the block takes."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report({key: time.perf_counter() - begun})
+
+    def get_report(
+        self, keys: Iterable[str] | None = None
+    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Return values and recent numbers.
+
+        Args:
+            keys: the keys; None for all. Unknown keys are left out.
+
+        Returns:
+            Two results. The first has the mean of the recent numbers under each key, and the sum of
+            all numbers under ``"<key>/cumulative"``. The second has the recent numbers.
+        """
+        with self._lock:
+            known = list(self._windows) if keys is None else [k for k in keys if k in self._windows]
+            windows = {key: list(self._windows[key]) for key in known}
+            sums = {f"{key}/cumulative": self._sums[key] for key in known if key in self._sums}
+        means = {key: sum(numbers) / len(numbers) for key, numbers in windows.items() if numbers}
+        return {**means, **sums}, windows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all sums and recent numbers."""
+        with self._lock:
+            windows = {key: list(numbers) for key, numbers in self._windows.items()}
+            return {"sums": dict(self._sums), "windows": windows}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load sums and recent numbers; raise ValueError if the state is invalid."""
+        state = decode_state(_State, state_dict, "the state of Metrics")
+        with self._lock:
+            self._sums = dict(state.sums)
+            windows = state.windows.items()
+            self._windows = {key: deque(numbers, self.window) for key, numbers in windows}
+            self._due = self._sums.get("write", 0) + self.every
+
+
+_Seconds = Annotated[float, within(0)]
+
+
+class PeriodicSave:
+    """Saves a buffer after a number of written rows and a number of seconds.
+
+    A thread calls ``rb.dumps(path)``, so writers only wait while the save takes its snapshot. An
+    error is logged, and the next due save tries again. ``rb.loads(path)`` reads the checkpoint.
+
+    Args:
+        buffer: the buffer.
+        path: the directory of the checkpoint.
+        every: number of rows that are written between the beginnings of two saves.
+        min_seconds: minimum seconds between the beginnings of two saves.
+
+    Attributes:
+        count: number of finished saves.
+        error: the error of the last save; None if it succeeded.
+
+    Raises:
+        ValueError: ``every`` is not an int of at least 1, or ``min_seconds`` is negative.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from replaykit import LazyTensorStorage, PeriodicSave, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> folder = tempfile.mkdtemp()
+        >>> with PeriodicSave(rb, folder, every=10, min_seconds=0) as saves:
+        ...     _ = rb.extend(torch.arange(12))
+        >>> other = ReplayBuffer(storage=LazyTensorStorage(100))
+        >>> other.loads(folder)
+        >>> saves.count, len(other)
+        (1, 12)
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        path: str | os.PathLike[str],
+        *,
+        every: int = 100_000,
+        min_seconds: float = 600.0,
+    ) -> None:
+        self._buffer, self.path = buffer, Path(path)
+        self.every: int = read_value(Positive, every, "every")
+        self.min_seconds: float = read_value(_Seconds, min_seconds, "min_seconds")
+        self.count = 0
+        self.error: Exception | None = None
+        self._rows, self._begun = 0, time.monotonic()
+        self._lock, self._closed = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+        self._remove = buffer.on("write", self._count)
+
+    def _count(self, event: Event) -> None:
+        with self._lock:
+            if self._closed:  # this call began before close()
+                return
+            self._rows += event.count
+            now, running = time.monotonic(), self._thread is not None and self._thread.is_alive()
+            if running or self._rows < self.every or now - self._begun < self.min_seconds:
+                return
+            self._rows, self._begun = 0, now
+            self._thread = threading.Thread(target=self._save, name="replaykit-periodic-save")
+            self._thread.start()
+
+    def _save(self) -> None:
+        try:
+            self._buffer.dumps(self.path)
+        except Exception as error:
+            self.error = error
+            _LOG.exception("the buffer could not be saved in %s", self.path)
+        else:
+            self.count, self.error = self.count + 1, None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a save that is being made; return False after ``timeout`` seconds."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+        return thread is None or not thread.is_alive()
+
+    def close(self) -> None:
+        """Begin no further save, and wait for one that is being made."""
+        self._remove()
+        with self._lock:
+            self._closed = True
+        self.wait()
+
+    def __enter__(self) -> PeriodicSave:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

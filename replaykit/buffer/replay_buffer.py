@@ -22,20 +22,22 @@ from replaykit.buffer import (
     resizing,
     state,
     stream_rows,
-    tags,
     write,
 )
 from replaykit.buffer.buffer_dataset import BufferDataset
-from replaykit.buffer.component_checks import (
+from replaykit.buffer.components import (
+    DataT,
+    LockedStorage,
+    SamplerT,
+    StorageT,
+    WriterT,
     check_kinds,
     check_not_ahead,
     check_type,
-    checked_batch_size,
     checked_limiter,
     checked_prefetch,
     consuming_sampler,
 )
-from replaykit.buffer.components import DataT, LockedStorage, SamplerT, StorageT, WriterT
 from replaykit.buffer.conditional_updates import (
     ConditionalUpdateResult,
     checked_handles,
@@ -44,7 +46,8 @@ from replaykit.buffer.conditional_updates import (
     patched,
 )
 from replaykit.buffer.dataloader import BufferLoader
-from replaykit.buffer.episodes import Episodes
+from replaykit.buffer.draw import checked_batch_size
+from replaykit.buffer.episodes import Episodes, tag_episodes
 from replaykit.buffer.events import Event, Observers
 from replaykit.buffer.prefetch import Draw, Prefetcher
 from replaykit.checkpoint import save_snapshot
@@ -1646,7 +1649,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.sample()["t"].unique().tolist()
             [2, 3, 4]
         """
-        return tags.tag_episodes(self, index, values, generation)
+        return tag_episodes(self, index, values, generation)
 
     # -- data loaders -----------------------------------------------------------------------------
 

@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import torch
 
 from replaykit._compat import arange
-from replaykit.buffer.component_checks import check_mappable, check_mapped_rows, uses_of
-from replaykit.buffer.components import claim_parts, limiter_queue
+from replaykit.buffer.components import (
+    check_mappable,
+    check_mapped_rows,
+    claim_parts,
+    limiter_queue,
+    uses_of,
+)
 from replaykit.buffer.draw import drop_draws, put_back, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot

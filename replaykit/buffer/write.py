@@ -12,8 +12,8 @@ import torch
 
 from replaykit._compat import TensorDictBase, is_tensordict
 from replaykit.buffer.draw import drop_draws
+from replaykit.buffer.episodes import check_tags, tag_written
 from replaykit.buffer.priorities import written_priorities
-from replaykit.buffer.tags import check_tags, tag_written
 from replaykit.interrupts import deferred
 from replaykit.pace import INSERT, Ticket, checked_timeout
 from replaykit.storages import Storage

@@ -15,9 +15,9 @@ from tensordict import is_tensorclass
 from replaykit._compat import is_tensordict
 from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import StreamLoading
+from replaykit.buffer.draw import checked_batch_size
 from replaykit.buffer.source import BufferHandle, Later, MemberFacts, RemoteRequest
 from replaykit.distributed.host import (
     check_loader,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from replaykit.buffer.component_checks import checked_batch_size, checked_limiter
-from replaykit.buffer.components import DataT
+from replaykit.buffer.components import DataT, checked_limiter
+from replaykit.buffer.draw import checked_batch_size
 from replaykit.distributed.handle import checked_count
 from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss

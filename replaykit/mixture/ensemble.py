@@ -15,10 +15,10 @@ from typing_extensions import Self
 from replaykit._compat import TensorDict, is_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded, check_workers, for_readers
-from replaykit.buffer.component_checks import check_type, checked_batch_size, checked_prefetch
-from replaykit.buffer.components import DataT, as_chain
+from replaykit.buffer.components import DataT, as_chain, check_type, checked_prefetch
 from replaykit.buffer.dataloader import StreamLoading
 from replaykit.buffer.deliver import should_merge
+from replaykit.buffer.draw import checked_batch_size
 from replaykit.buffer.source import (
     BufferHandle,
     BufferSource,

@@ -12,9 +12,8 @@ from typing import Any, NoReturn, cast
 import torch
 
 from replaykit._compat import is_tensordict
-from replaykit.buffer.component_checks import checked_batch_size
 from replaykit.buffer.components import as_chain
-from replaykit.buffer.draw import random_state, set_random_state
+from replaykit.buffer.draw import checked_batch_size, random_state, set_random_state
 from replaykit.buffer.prefetch import AheadBatch, Prefetcher
 from replaykit.buffer.source import (
     BufferSource,
