@@ -130,7 +130,7 @@ $(LEROBOT_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/
 	@test -x $(LEROBOT)/bin/python || $(PYTHON) -m venv $(LEROBOT)
 	@$(LEROBOT_PIP) install -c constraints.txt -e '.[test,lerobot]'
 	@$(LEROBOT_PIP) install accelerate deepdiff dill httpx jsonlines multiprocess 'numpy<2.4' \
-	  pandas xxhash
+	  pandas requests xxhash
 	@$(LEROBOT_PIP) install --no-deps datasets==4.8.5 lerobot==0.4.4
 	@touch $@
 
