@@ -40,7 +40,7 @@ def column_statistics(
     Raises:
         KeyError: a key is not stored.
         ValueError: a quantile is outside [0, 1], or a dimension of channels does not exist.
-        TypeError: a requested column is complex.
+        TypeError: a requested column is complex, holds encoded images, or has rows without numbers.
     """
     levels = np.array([float(level) for level in quantiles])
     if not ((levels >= 0) & (levels <= 1)).all():
@@ -54,11 +54,11 @@ def column_statistics(
             raise KeyError(f"no column {format_key(path)} in the data set")
     found = TensorDict({}, [])
     for path in paths:
-        if leaves[path].dtype.is_complex:
+        leaf = leaves[path]
+        if path in without or leaf.dtype.is_complex or not leaf.shape.numel():
             if keys is not None:
-                raise TypeError(f"key {format_key(path)}: expected real numbers")
-            continue
-        if not leaves[path].shape.numel():
+                what = "encoded images" if path in without else f"{leaf.dtype} {list(leaf.shape)}"
+                raise TypeError(f"key {format_key(path)}: expected real numbers, got {what}")
             continue
         found.set(path, TensorDict(_of_column(_Column(storage, path, dims.get(path)), levels), []))
     return found

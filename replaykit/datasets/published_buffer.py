@@ -450,7 +450,8 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         Raises:
             KeyError: a key is not stored.
             ValueError: a quantile is outside [0, 1], or a dimension of ``channels`` does not exist.
-            TypeError: a column of ``keys`` is complex.
+            TypeError: a column of ``keys`` is complex, holds images that stay encoded, or has rows
+                without numbers.
 
         Cost: one pass over each column, in blocks of 8 MiB. Quantiles take another pass for each
         byte of a number, with counts of at most 128 MiB, for up to 32,768 / Q numbers of a row at

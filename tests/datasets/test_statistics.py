@@ -82,6 +82,16 @@ def test_invalid_requests_are_refused(tmp_path: Path) -> None:
         data.statistics(["nothing_of_it"])
     with pytest.raises(ValueError, match="from 0 to 1"):
         data.statistics(["action"], quantiles=[1.1])
+    rows = {
+        "none": torch.zeros(3, 0),
+        "complex": torch.zeros(3, 2).cfloat(),
+        "frames": torch.ones(3),
+    }
+    storage = TensorStorage(TensorDict(rows, [3]))
+    assert not column_statistics.column_statistics(storage, None, [], {}, {("frames",)}).keys()
+    for key, got in {"none": r"\[0\]", "complex": "complex64", "frames": "encoded images"}.items():
+        with pytest.raises(TypeError, match=f"key '{key}': expected real numbers, got .*{got}"):
+            column_statistics.column_statistics(storage, [key], [], {}, {("frames",)})
 
 
 def odd_columns() -> dict[str, torch.Tensor]:
