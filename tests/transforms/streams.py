@@ -89,11 +89,11 @@ class Streams:
             if own and own[-1].end == CONTINUES:
                 own[-1].cut = True
 
-    def restart(self, folder: Any) -> None:
+    def restart(self) -> None:
         """Saves the buffer and goes on with one that has loaded it."""
-        self.buffer.dumps(folder)
+        state = self.buffer.state_dict()
         self.buffer = self.new_buffer()
-        self.buffer.loads(folder)
+        self.buffer.load_state_dict(state)
         for own in self.rows:
             if own[-1].end == CONTINUES and not own[-1].cut:
                 own[-1].restarted = True
@@ -150,12 +150,12 @@ class Streams:
 
 @st.composite
 def histories(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw lanes, slots, and turns of writing: rows, and whether streams are cut after them."""
+    """Draw lanes, slots, and turns of writing: rows, then nothing, a cut or a restart."""
     lanes = draw(st.sampled_from([1, 1, 2, 3]))
     end = st.sampled_from([CONTINUES] * 5 + [TERMINATED, TRUNCATED])
     step = st.lists(end, min_size=lanes, max_size=lanes)
     piece = st.lists(step, min_size=1, max_size=9)
-    turn = st.tuples(piece, st.sampled_from([False, False, True]))
+    turn = st.tuples(piece, st.sampled_from([None, None, None, Streams.cut, Streams.restart]))
     return {
         "lanes": lanes,
         "slots": draw(st.integers(1, 14)),
@@ -166,10 +166,10 @@ def histories(draw: st.DrawFn) -> dict[str, Any]:
 def play(transform: Any, history: dict[str, Any]) -> Streams:
     """Make streams that have been written as a history says."""
     streams = Streams(transform, history["lanes"], history["slots"])
-    for piece, is_cut in history["turns"]:
+    for piece, change in history["turns"]:
         streams.extend(piece)
-        if is_cut:
-            streams.cut()
+        if change:
+            change(streams)
     return streams
 
 

@@ -86,20 +86,6 @@ def test_excluded_are_the_newest_rows_of_open_episodes(data: Any, n: int) -> Non
     check(streams, found, n, 0.9)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_nothing_is_summed_across_a_restart(lanes: int, tmp_path: Path) -> None:
-    """S17."""
-    own = Streams(NStep(4, 0.9), lanes, 9)
-    own.extend([[0] * lanes] * 6)
-    own.restart(tmp_path / "saved")
-    own.extend([[0] * lanes] * 5)
-    found = own.drawn()
-    assert len(found) == 9 * lanes
-    assert found[0, 5]["steps_used"].item() == 1
-    assert found[0, 5]["bootstrap"].item() is True
-    check(own, found, 4, 0.9)
-
-
 def test_rows_by_index_and_a_single_one() -> None:
     own = Streams(NStep(3, 0.5), slots=5)
     own.extend([[0]] * 8)  # the newest row lies in slot 2, the oldest in slot 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,18 +90,6 @@ def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) 
     for key in expected.keys(True, True):
         assert found[key].dtype is expected[key].dtype
         assert found[key].equal(expected[key]), key
-
-
-def test_restart_begins_an_episode(tmp_path: Path) -> None:
-    """S17."""
-    own = Streams(Compose(PreviousStep(), StepCount("n")), slots=9)
-    own.extend([[0]] * 6)
-    own.restart(tmp_path / "saved")
-    own.extend([[0]] * 3)
-    found = own.drawn()
-    for number, action, count in ((6, 0, 0), (5, 40, 5)):
-        assert found[0, number]["previous_action"].item() == action
-        assert found[0, number]["n"].item() == count
 
 
 class _Negated(HistoryTransform):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,18 +76,6 @@ def test_stacks_match_a_scan(data: Any, k: int, pad: str, n: int) -> None:
     found = streams.drawn()
     assert set(found) == eligible
     check(streams, found, k, pad, n)
-
-
-def test_no_stack_spans_a_restart(tmp_path: Path) -> None:
-    """S17."""
-    own = Streams(StackFrames(["action"], 3), slots=9)
-    own.extend([[0]] * 6)
-    own.restart(tmp_path / "saved")
-    own.extend([[0]] * 3)
-    found = own.drawn()
-    assert found[0, 6]["action"].tolist() == [60, 60, 60]
-    assert found[0, 8]["action"].tolist() == [60, 70, 80]
-    assert found[0, 5]["action"].tolist() == [30, 40, 50]
 
 
 # -- S15 ------------------------------------------------------------------------------------------
