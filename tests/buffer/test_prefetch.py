@@ -24,12 +24,14 @@ from replaykit import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     Sequence,
+    SliceSampler,
     native,
 )
 from replaykit.buffer.draw import reads_now
@@ -133,6 +135,8 @@ def test_prefetch_does_not_change_the_batches(
         (SamplerWithoutReplacement, {}),
         (lambda: SamplerWithoutReplacement(drop_last=True), {}),
         (lambda: PrioritizedSampler(ROWS, 0.7, 0.5), {}),
+        (lambda: SliceSampler(slice_len=4), {}),
+        (lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=4, flat=False), {}),
     ],
 )
 def test_batches_do_not_depend_on_their_reader(

@@ -61,6 +61,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.pitfall("RD3")
 @pytest.mark.parametrize("way", ["directory", "dict", "pickle", "copy"])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_saved_state_is_that_of_a_buffer_without_prefetch(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
-from replaykit.buffer.components import set_chain
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
@@ -266,24 +265,6 @@ def test_rows_that_arrive_one_at_a_time() -> None:
     assert data["priority_weight"].tolist() == [1.0] * 10
 
 
-def test_first_row_of_an_episode_can_be_drawn_at_once() -> None:
-    rb = looking(10, Looking(past=2))
-    rb.extend(steps([0]))
-    assert rb.sample(3)["index"].tolist() == [0] * 3
-
-
-def test_a_late_update_does_not_bring_a_row_back() -> None:
-    rb = looking(4, Looking(past=2))
-    rb.extend(steps([0, 0, 0, 0]))
-    assert set(rb.sample(200)["index"].tolist()) == {0, 1, 2, 3}
-    rb.extend(steps([0]))  # slot 0: rows 1 and 2 have lost their history
-    assert set(rb.sample(200)["index"].tolist()) == {3, 0}
-    rb.update_priority(torch.tensor([1, 2]), torch.tensor([100.0, 100.0]))
-    assert set(rb.sample(200)["index"].tolist()) == {3, 0}
-    set_chain(rb, Compose())
-    assert set(rb.sample(2000)["index"].tolist()) == {0, 1, 2, 3}
-
-
 def test_updates_between_draws_are_followed(follows: Any) -> None:
     rb = looking(12, Looking(past=1))
     rb.extend(steps([0] * 12, is_init=[False] * 12))
@@ -308,17 +289,6 @@ def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
     assert not isinstance(raised.value, NotEnoughData)
     rb.update_priority(torch.tensor([2]), torch.tensor([1.0]))
     assert rb.sample(2)["index"].tolist() == [2, 2]
-
-
-def test_lanes_draw_eligible_rows_by_priority(follows: Any) -> None:
-    rb = looking(12, Looking(past=1), ndim=2)
-    lanes = [steps([0, 0, 1, 0, 0, 0], is_init=[False] * 6), steps([0] * 6, is_init=[True] * 6)]
-    rb.extend(torch.stack(lanes))
-    index = torch.cartesian_prod(torch.arange(6), torch.arange(2))
-    rb.update_priority(index, torch.arange(1.0, 13.0))
-    drawn = rb.sample(20_000)["index"]
-    p = [0, 2, 3, 4, 5, 6, 0, 8, 9, 10, 11, 12]
-    assert follows(drawn[:, 0] * 2 + drawn[:, 1], law_of([float(x) for x in p]))
 
 
 def test_a_copy_draws_the_same() -> None:

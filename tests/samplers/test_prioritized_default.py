@@ -69,21 +69,6 @@ def test_priorities_in_the_data_count_for_the_default(raw: Any) -> None:
 
 
 @pytest.mark.pitfall("PR17")
-def test_default_within_buffer_follows_overwritten_records(prioritized: Any, raw: Any) -> None:
-    """PR17: it stayed where the largest record was gone."""
-    buffer = prioritized([5.0, 1.0, 2.0], max_priority_within_buffer=True)
-    assert buffer.sampler.default_priority == 5.0
-    buffer.extend(torch.arange(1))
-    assert raw(buffer) == [2.0, 1.0, 2.0]
-    buffer.extend(torch.arange(3))
-    assert raw(buffer) == [1.0, 1.0, 1.0]  # none of the old records is left
-    buffer.update_priority([0, 1, 2], 0.25)
-    assert buffer.sampler.default_priority == 0.25
-    buffer.empty()
-    assert buffer.sampler.default_priority == 1.0
-
-
-@pytest.mark.pitfall("PR17")
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     capacity=st.sampled_from([1, 2, 3, 7, 8, 9]),

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from replaykit import (
     Compose,
-    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
@@ -72,17 +71,6 @@ TWO = [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 # -- the law --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
-def test_starts_follow_their_priorities(alpha: float, follows: Any) -> None:
-    rb = slices(10, alpha=alpha, eps=0.5)
-    rb.extend(steps(TWO))
-    p = torch.tensor([3.0, 1, 50, 50, 2, 4, 0, 5, 50, 50])
-    rb.update_priority(torch.arange(10), p)
-    v = (p.double() + 0.5) ** alpha
-    eligible = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 0, 0])
-    assert follows(starts(rb, 20_000), law_of(v * eligible))
-
-
 def test_weights_are_those_of_the_starts() -> None:
     rb = slices(10, alpha=0.7, beta=0.9, eps=0.0, dtype=torch.float64)
     rb.extend(steps(TWO))
@@ -131,34 +119,6 @@ def test_the_law_after_writes_updates_and_edits(follows: Any) -> None:
             continue
         assert rb.can_sample(length)
         assert follows(starts(rb, 4000, length), law_of(expected))
-
-
-@pytest.mark.parametrize("extra", [0, 1, 9])
-def test_a_full_ring(extra: int, follows: Any) -> None:
-    rb = slices(10)
-    rb.extend(steps([0] * 10))
-    if extra:
-        rb.extend(steps([0] * extra, start=10))
-    seam = (10 + extra) % 10
-    allowed = torch.ones(10)
-    allowed[[(seam - 1) % 10, (seam - 2) % 10]] = 0
-    assert follows(starts(rb, 4000), law_of(allowed))
-
-
-def test_lanes_draw_starts_by_priority(follows: Any) -> None:
-    rb = slices(24, storage=LazyTensorStorage(24, ndim=2))
-    rb.extend(torch.stack([steps([0, 0, 1] + [0] * 9, start=0), steps([0] * 12, start=100)]))
-    index = torch.cartesian_prod(torch.arange(12), torch.arange(2))
-    p = torch.rand(24, generator=torch.Generator().manual_seed(1)) + 0.1
-    rb.update_priority(index, p)
-    data = rb.sample(3 * 8000)
-    assert data["index"].shape == (24_000, 2)
-    assert (data["step"].reshape(-1, 3).diff(dim=1) == 1).all()
-    start = data["index"].reshape(-1, 3, 2)[:, 0]
-    eligible = torch.ones(12, 2)
-    eligible[[1, 2, 10, 11], 0] = 0
-    eligible[10:, 1] = 0
-    assert follows(start[:, 0] * 2 + start[:, 1], law_of(p * eligible.reshape(-1)))
 
 
 def test_given_ends_bound_slices(follows: Any) -> None:
@@ -360,17 +320,6 @@ def test_another_length_and_back_restores_the_law(follows: Any) -> None:
     assert torch.equal(rb.sampler.state_dict()["_priorities"], before)
 
 
-def test_emptied_buffer_forgets_starts_and_priorities() -> None:
-    rb = slices(10)
-    rb.extend(steps(TWO))
-    rb.sample(30)
-    rb.empty()
-    with pytest.raises(NotEnoughData, match="empty"):
-        rb.sample(3)
-    rb.extend(steps([0, 0, 0, 0]))
-    assert set(starts(rb, 200).tolist()) == {0, 1}
-
-
 def test_a_late_update_changes_nothing() -> None:
     rb = slices(4, 2)
     rb.extend(steps([0] * 4))
@@ -402,17 +351,6 @@ def test_with_transforms_that_read_around() -> None:
 
 
 # -- updates --------------------------------------------------------------------------------------
-
-
-def test_every_row_of_a_sample_has_its_own_priority() -> None:
-    rb = slices(10)
-    rb.extend(steps(TWO))
-    data = rb.sample(9)
-    data["td_error"] = data["step"].float() + 2
-    rb.update_tensordict_priority(data)
-    now = rb.sampler.state_dict()["_priorities"]
-    for row in range(10):
-        assert now[row] == (row + 2 if row in data["step"] else 1)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -607,42 +545,7 @@ def test_writer_that_reorders_rows_is_refused() -> None:
         )
 
 
-def test_prefetched_batches_are_the_same() -> None:
-    def drawn(prefetch: int | None) -> list[Any]:
-        rb = ReplayBuffer(
-            storage=LazyTensorStorage(10),
-            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2, flat=False),
-            generator=torch.Generator().manual_seed(0),
-            batch_size=6,
-            prefetch=prefetch,
-        )
-        rb.extend(steps(TWO))
-        found = [rb.sample() for _ in range(5)]
-        rb.shutdown()
-        assert all(batch.batch_size == (3, 2) for batch in found)
-        return [(b["index"].tolist(), b["priority_weight"].tolist()) for b in found]
-
-    assert drawn(None) == drawn(2)
-
-
 # -- state ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_loaded_buffer_continues(storage: Any, tmp_path: Any) -> None:
-    rb = slices(10, storage=storage(10), alpha=0.7, beta=0.4, eps=1e-6)
-    rb.extend(steps([*TWO[6:], *TWO], start=0))
-    rb.update_priority(torch.arange(10), torch.rand(10) + 0.1)
-    rb.sample(30)
-    rb.dumps(tmp_path / "saved")
-    other = slices(10, storage=storage(10), seed=5, alpha=0.7, beta=0.4, eps=1e-6)
-    other.extend(steps(TWO))
-    other.sample(3)
-    other.loads(tmp_path / "saved")
-    for _ in range(3):
-        expected, found = rb.sample(30), other.sample(30)
-        for key in ("index", "step", "priority_weight"):
-            assert torch.equal(found[key], expected[key])
 
 
 def test_a_copy_is_independent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -207,34 +206,6 @@ def test_inactive_recent_share_changes_no_draw() -> None:
             a, b = rb.sample(30), plain.sample(30)
             assert a["t"].equal(b["t"])
             assert a["priority_weight"].equal(b["priority_weight"])
-
-
-def test_full_recent_share_draws_only_newest_starts() -> None:
-    p = torch.arange(1.0, 21.0)
-    rb, _ = make({0: [False] * 20}, p, recent=(1.0, 4))
-    data = rb.sample(300)
-    starts = data["t"].reshape(-1, LENGTH)[:, 0]
-    assert set(starts.tolist()) == {14, 15, 16, 17}
-    weight = data["priority_weight"].reshape(-1, LENGTH)[:, 0]
-    torch.testing.assert_close(weight, (p.double()[starts] ** 0.7) ** -0.9)
-
-
-def test_only_newest_rows_get_lower_weights_without_priorities() -> None:
-    rb, _ = make({0: [False] * 22}, torch.rand(22) + 1, alpha=0.0, beta=1.0, recent=(0.5, 4))
-    data = rb.sample(600).reshape(-1, LENGTH)[:, 0]
-    newest = data["t"] >= 16
-    assert bool(newest[:100].all())
-    torch.testing.assert_close(
-        data["priority_weight"], torch.where(newest, 1 / (1 + 20 / 4), 1.0).double()
-    )
-
-
-def test_copies_draw_the_same() -> None:
-    rb, _ = make(lanes_of("flat"), torch.rand(40) + 0.1, recent=(0.5, 3))
-    rb.sample(30)
-    again = pickle.loads(pickle.dumps(rb))
-    for _ in range(3):
-        assert rb.sample(30)["t"].equal(again.sample(30)["t"])
 
 
 @pytest.mark.parametrize(

@@ -85,32 +85,6 @@ def test_state_dict_shares_no_memory_with_the_sampler(prioritized: Any, raw: Any
     assert state["_priorities"].tolist() == [7.0] * 20
 
 
-@pytest.mark.parametrize("how", ["dumps", "state_dict", *COPIES])
-@pytest.mark.parametrize("options", [{}, {"weight_norm": "batch"}, {"dtype": torch.float64}])
-def test_restored_sampler_continues_with_equal_draws(
-    how: str, options: Any, tmp_path: Path, prioritized: Any, raw: Any
-) -> None:
-    buffer = used(prioritized, **options)
-    if how in COPIES:
-        other = COPIES[how](buffer)
-    else:
-        other = prioritized(capacity=20, alpha=0.1, beta=0.1, seed=9, **options)
-        if how == "dumps":
-            buffer.dumps(tmp_path)
-            other.loads(tmp_path)
-        else:
-            other.load_state_dict(buffer.state_dict())
-    assert (other.sampler.alpha, other.sampler.beta) == (0.7, 0.5)
-    assert by_row(other, raw) == by_row(buffer, raw)
-    assert other.sampler.default_priority == buffer.sampler.default_priority
-    same_draws(buffer, other)
-    index = buffer.extend(torch.arange(3))
-    assert torch.equal(other.extend(torch.arange(3)), index)
-    same_draws(buffer, other)
-    other.update_priority(index, 50.0)
-    assert raw(other) != raw(buffer)
-
-
 def test_the_count_of_late_updates_is_saved(prioritized: Any) -> None:
     buffer = used(prioritized)
     buffer.update_priority([0, 1], 1.0, generation=[0, 0])

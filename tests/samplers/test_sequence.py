@@ -74,42 +74,6 @@ def test_pad_in_the_middle() -> None:
     assert info["step_in_sequence"] == [0, 1, 2, 3, 4, 5]
 
 
-def test_pad_at_the_end() -> None:
-    index, info = expanded(buffer(Sequence(length=3, burn_in=2, bootstrap=1), TWO), [8])
-    assert index == [6, 7, 8, 9, 9, 9]
-    assert info["validity_mask"] == [True, True, True, True, False, False]
-
-
-def test_stop_moves_the_window_back() -> None:
-    unit = Sequence(length=3, burn_in=2, bootstrap=1, episode_boundary="stop")
-    index, info = expanded(buffer(unit, TWO), [8])
-    assert index == [4, 5, 6, 7, 8, 9]
-    assert info["validity_mask"] == [True] * 6
-    assert info["anchor_index"] == [8] * 6
-
-
-def test_stop_moves_the_anchor_at_most_to_the_episode_start() -> None:
-    unit = Sequence(length=6, burn_in=1, episode_boundary="stop")
-    index, info = expanded(buffer(unit, TWO), [2])
-    assert index == [0, 0, 1, 2, 3, 3, 3]
-    assert info["validity_mask"] == [False, True, True, True, True, False, False]
-    assert info["anchor_index"] == [2] * 7
-
-
-def test_include_reset_extends_windows_to_the_write_seam() -> None:
-    unit = Sequence(length=4, burn_in=2, episode_boundary="include_reset")
-    index, info = expanded(buffer(unit, TWO), [3, 8, 0])
-    assert index == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 9, 9, 0, 0, 0, 1, 2, 3]
-    assert info["validity_mask"] == [True] * 10 + [False] * 4 + [True] * 4
-
-
-def test_dilation_skips_rows() -> None:
-    unit = Sequence(length=2, burn_in=1, bootstrap=1, dilation=2)
-    index, info = expanded(buffer(unit, TWO), [6])
-    assert index == [4, 6, 8, 9]
-    assert info["validity_mask"] == [True, True, True, False]
-
-
 def test_batch_has_sequence_keys_and_masks() -> None:
     rb = buffer(Sequence(2, bootstrap=1), TWO, batch_size=4)
     data, info = rb.sample(return_info=True)
@@ -280,23 +244,6 @@ def test_with_transforms_that_read_around() -> None:
     valid = data["validity_mask"]
     before = torch.where(first, -1, step - 1)
     assert torch.equal(data["previous_step"].reshape(-1)[valid], before[valid])
-
-
-def test_prefetch_does_not_change_seeded_draws() -> None:
-    def draws(prefetch: int | None) -> list[Any]:
-        rb = ReplayBuffer(
-            storage=LazyTensorStorage(10),
-            sample_unit=Sequence(3, burn_in=1),
-            batch_size=4,
-            prefetch=prefetch,
-            generator=torch.Generator().manual_seed(3),
-        )
-        rb.extend(rows(TWO))
-        found = [rb.sample()["step"].tolist() for _ in range(5)]
-        rb.shutdown()
-        return found
-
-    assert draws(None) == draws(3) == draws(None)
 
 
 def test_an_index_of_another_key_follows_writes() -> None:

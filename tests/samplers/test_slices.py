@@ -77,21 +77,6 @@ def test_flags_are_of_one_shape(flags: str, sliced: Make, rows: Callable[..., An
 # -- what ends an episode --------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("BD1")
-def test_truncation_ends_an_episode(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    data = rows([5, 5])
-    data["next", "truncated"] = data["next", "done"]
-    data["next", "done"] = torch.zeros(10, dtype=torch.bool)
-    data["next", "terminated"] = torch.zeros(10, dtype=torch.bool)
-    rb = sliced(data, slice_len=5)
-    starts = {w[0] for w in windows_of(rb.sample(5 * 1000))}
-    assert starts == {0, 5}
-    rb = sliced(data, slice_len=3)
-    assert {w[0] for w in windows_of(rb.sample(3 * 1000))} == {0, 1, 2, 5, 6, 7}
-
-
 @pytest.mark.pitfall("BD2")
 def test_numbers_that_start_again_do_not_merge(sliced: Make, windows_of: Windows) -> None:
     seed = torch.arange(3).repeat_interleave(20)
@@ -176,16 +161,6 @@ def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given(
     assert {w[0] for w in windows_of(other.sample(500))} == {0, 1, 6, 7}
 
 
-@pytest.mark.pitfall("BD16")
-def test_edits_of_flags_are_seen(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    rb = sliced(rows([10], open_=True), slice_len=5)
-    assert {w[0] for w in windows_of(rb.sample(500))} == set(range(6))
-    rb.set_at_(("next", "done"), torch.tensor([[True]]), torch.tensor([4]))
-    assert {w[0] for w in windows_of(rb.sample(500))} == {0, 5}
-
-
 def test_ids_of_a_static_tensor(
     sliced: Make, rows: Callable[..., Any], windows_of: Windows
 ) -> None:
@@ -230,14 +205,6 @@ def test_slices_that_hang_over(left: Any, right: Any, sliced: Make, windows_of: 
         seen.add((window[0], window[-1] + 1))
     assert seen == expected
     assert batch["next", "done"].sum() == 10_000
-
-
-def test_non_strict_slices_include_short_episodes(sliced: Make, windows_of: Windows) -> None:
-    rb = sliced([2, 6], slice_len=4, strict_length=False)
-    windows = windows_of(rb.sample(4 * 1000))
-    assert {(w[0], len(w)) for w in windows} == {(0, 2), (2, 4), (3, 4), (4, 4)}
-    short = sum(len(w) == 2 for w in windows)
-    assert 190 < short < 310
 
 
 @pytest.mark.pitfall("BD19")

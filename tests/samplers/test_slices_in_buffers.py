@@ -30,80 +30,6 @@ Windows = Callable[[TensorDict], list[list[int]]]
 # -- rings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("BD13")
-@pytest.mark.parametrize("without", [False, True])
-@pytest.mark.parametrize("more", [0, 1, 9])
-def test_slices_of_a_full_ring(
-    more: int, without: bool, sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    """At the capacity, one more, and after a whole turn less one."""
-    rb = sliced(rows([4, 4, 4], open_=True)[:10], 10, slice_len=2)
-    if without:
-        rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=2))
-    data = rows([4] * 6)[10 : 10 + more]
-    if more:
-        rb.extend(data)
-    oldest = more
-    expected = {t for t in range(oldest, 10 + more - 1) if t // 4 == (t + 1) // 4}
-    seen = set()
-    for _ in range(60):
-        batch = rb.sample(6)
-        for window in windows_of(batch):
-            assert window[1] == window[0] + 1
-            seen.add(window[0])
-        assert torch.equal(batch["index"], batch["t"] % 10)
-    assert seen == expected
-
-
-def test_windows_wrap_but_do_not_cross_the_seam(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    rb = sliced(rows([30], open_=True)[:14], 10, slice_len=4)
-    batch = rb.sample(4 * 400)
-    assert {w[0] for w in windows_of(batch)} == set(range(4, 11))
-    assert [8, 9, 0, 1] in batch["index"].reshape(-1, 4).tolist()
-
-
-@pytest.mark.pitfall("BD3")
-@pytest.mark.parametrize("way", ["dumps", "state_dict"])
-def test_the_seam_survives_a_checkpoint(
-    way: str, tmp_path: Any, sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    rb = sliced(rows([40], open_=True)[:17], 10, slice_len=3)
-    other = sliced((), 10, slice_len=3)
-    if way == "dumps":
-        rb.dumps(tmp_path / "saved")
-        other.loads(tmp_path / "saved")
-    else:
-        other.load_state_dict(rb.state_dict())
-    for _ in range(2):
-        windows = windows_of(other.sample(3 * 300))
-        assert all(w == [w[0], w[0] + 1, w[0] + 2] for w in windows)
-        assert {w[0] for w in windows} >= set(range(10, 15))
-        other.extend(rows([40], open_=True)[17:20])
-
-
-def test_lanes_of_a_storage(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
-    data = torch.stack([rows([3, 5]), rows([8], start=100)], 0)
-    rb = sliced(data, slice_len=3, ndim=2)
-    batch = rb.sample(3 * 500)
-    assert {w[0] for w in windows_of(batch)} == {0, 3, 4, 5, *range(100, 106)}
-    lane = batch["index"][:, 1].reshape(-1, 3)
-    assert (lane == lane[:, :1]).all()
-    assert torch.equal(batch["t"] // 100, batch["index"][:, 1])
-
-
-def test_emptied_buffer_cannot_be_sampled_until_new_rows_come(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    rb = sliced([5, 5], slice_len=3)
-    rb.empty()
-    with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\."):
-        rb.sample(3)
-    rb.extend(rows([4], start=50))
-    assert {w[0] for w in windows_of(rb.sample(90))} == {50, 51}
-
-
 # -- what transforms need --------------------------------------------------------------------------
 
 
@@ -248,18 +174,3 @@ def test_replacement_makes_the_other_class() -> None:
     assert type(made) is SliceSamplerWithoutReplacement
     assert not made.shuffle
     assert type(SliceSampler(replacement=True, slice_len=4)) is SliceSampler
-
-
-def test_prefetched_slices(sliced: Make, rows: Callable[..., Any]) -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(50),
-        sampler=SliceSampler(slice_len=4),
-        batch_size=8,
-        prefetch=2,
-        generator=torch.Generator().manual_seed(0),
-    )
-    rb.extend(rows([20, 30]))
-    plain = sliced([20, 30], slice_len=4, batch_size=8)
-    for _ in range(6):
-        assert torch.equal(rb.sample()["index"], plain.sample()["index"])
-    rb.shutdown()

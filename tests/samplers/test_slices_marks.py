@@ -18,21 +18,12 @@ from replaykit import (
 )
 
 Make = Callable[..., ReplayBuffer]
-Windows = Callable[[TensorDict], list[list[int]]]
 
 
 # -- marks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD12")
-def test_every_window_ends_with_a_done_flag(sliced: Make) -> None:
-    rb = sliced([5, 9, 6], slice_len=4)
-    for _ in range(50):
-        batch = rb.sample(40)
-        assert batch["next", "done"].sum() == 10
-        assert batch["next", "done"].reshape(10, 4)[:, -1].all()
-
-
 @pytest.mark.pitfall("BD7")
 def test_flags_distinguish_episode_ends_from_slice_cuts(
     sliced: Make, rows: Callable[..., Any]
@@ -72,14 +63,6 @@ def test_marks_of_data_without_flags(sliced: Make) -> None:
     assert torch.equal(batch["next", "done"], last)
 
 
-def test_first_rows_of_windows(sliced: Make, rows: Callable[..., Any], windows_of: Windows) -> None:
-    data = rows([5, 5])
-    data["is_init"] = (torch.arange(10) % 5 == 0).unsqueeze(-1)
-    batch = sliced(data, slice_len=3).sample(30)
-    assert batch["is_init"].shape == (30, 1)
-    assert torch.equal(batch["is_init"].reshape(-1), torch.arange(30) % 3 == 0)
-
-
 @pytest.mark.parametrize("key", ["is_init", "first", ("collector", "first"), None])
 @pytest.mark.parametrize(
     "make",
@@ -110,15 +93,6 @@ def test_first_rows_are_marked_under_the_key_that_was_given(
             assert torch.equal(batch[name], first | kept if name == key else kept)
     for name in names:
         assert torch.equal(rb[:][name], stored)
-
-
-def test_changes_to_a_batch_do_not_reach_stored_rows(sliced: Make) -> None:
-    rb = sliced([5, 5], slice_len=3)
-    before = rb[:].clone()
-    batch = rb.sample(30)
-    batch["next", "terminated"][:] = True
-    batch["t"][:] = -1
-    assert (rb[:] == before).all()
 
 
 # -- padding ---------------------------------------------------------------------------------------

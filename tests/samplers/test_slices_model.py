@@ -64,6 +64,10 @@ _STEPS = st.lists(
 )
 
 
+@pytest.mark.pitfall("BD1")
+@pytest.mark.pitfall("BD3")
+@pytest.mark.pitfall("BD13")
+@pytest.mark.pitfall("BD16")
 @settings(max_examples=120, deadline=None)
 @given(
     slots=st.integers(1, 9), ndim=st.sampled_from([1, 2]), length=st.integers(1, 3), steps=_STEPS

@@ -456,18 +456,6 @@ def test_no_draw_looks_at_all_rows() -> None:
     assert max(asked) <= 31
 
 
-def test_many_edits_between_draws_are_a_pass() -> None:
-    rb = stale([0] * 20, writer=RoundRobinWriter(track_generations=True), consumer_version=99)
-    rb.sample(1)
-    for turn in range(70):
-        rb.update_if_present(
-            index=torch.tensor([turn % 20]),
-            generation=torch.tensor([0]),
-            patch={"policy_version": torch.tensor([turn])},
-        )
-    assert known(rb) == stored(rb)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_mark_update_does_not_hide_rows_of_another_process() -> None:
     """Another process writes as many rows as ``mark_update`` is then named of here."""

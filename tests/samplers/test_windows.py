@@ -33,47 +33,6 @@ def _all_windows(index: EpisodeIndex, window: Window) -> list[list[int | None]]:
     return windows
 
 
-@pytest.mark.parametrize(
-    ("pad", "starts", "covered"),
-    [
-        ("none", 7, [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]),
-        ("left", 10, [4, 4, 4, 4, 4, 4, 4, 3, 2, 1]),
-        ("right", 10, [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]),
-        ("both", 13, [4] * 10),
-    ],
-)
-def test_starts_and_cover_of_ten_rows(
-    pad: str, starts: int, covered: list[int], rows: Callable[..., Any]
-) -> None:
-    windows = _all_windows(_index(rows([10])), WindowForm(pad=pad, short="whole").of(4))
-    assert len(windows) == starts
-    assert all(len(window) == 4 for window in windows)
-    seen = [row for window in windows for row in window if row is not None]
-    assert np.bincount(seen, minlength=10).tolist() == covered
-    if pad == "both":
-        assert [9, None, None, None] in windows  # the last row alone
-
-
-@pytest.mark.parametrize("pad", PADS)
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_short_episodes_are_whole_once(pad: str, n: int, rows: Callable[..., Any]) -> None:
-    windows = _all_windows(_index(rows([n])), WindowForm(pad=pad, short="whole").of(4))
-    assert windows == [[*range(n), *[None] * (4 - n)]]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
-def test_both_by_law_covers_every_row_equally(n: int, rows: Callable[..., Any]) -> None:
-    windows = _all_windows(_index(rows([n])), WindowForm(pad="both", short="law").of(4))
-    seen = [row for window in windows for row in window if row is not None]
-    assert np.bincount(seen).tolist() == [4] * n
-
-
-@pytest.mark.parametrize("pad", PADS)
-def test_excluded_episodes_have_no_window(pad: str, rows: Callable[..., Any]) -> None:
-    index = _index(rows([3, 2, 3]))
-    assert not _all_windows(index, WindowForm(pad=pad, short="exclude").of(4))
-
-
 def _model(lengths: list[int], form: WindowForm, length: int) -> list[list[int | None]]:
     """What the reference says, scanned."""
     left, right = (length - 1 if s is True else int(s) for s in form.span)

