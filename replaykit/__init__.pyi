@@ -239,8 +239,6 @@ from replaykit.transforms.windows import (
 )
 from replaykit.writers.episode_writer import (
     EpisodeWriter,
-)
-from replaykit.writers.evictors import (
     Evictor,
     Fifo,
     LowestPriority,

@@ -45,7 +45,7 @@ from replaykit.declared import (
 )
 from replaykit.distributed.shard_config import OwnState, SavedHead, ShardsState
 from replaykit.feeds.trajectory_folder import FolderState
-from replaykit.pace.waiting import LimiterCounts
+from replaykit.pace import LimiterCounts
 from replaykit.samplers.priority_rules import SavedPriorities
 from tests.checkpoint.values import plain
 

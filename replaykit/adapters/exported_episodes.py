@@ -12,7 +12,7 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.published_buffer import encoded_frames
 from replaykit.errors import SchemaError
-from replaykit.storages.tensor_bytes import differing
+from replaykit.storages.memory import differing
 from replaykit.ted import Key, format_key
 
 Array = np.ndarray[Any, Any]

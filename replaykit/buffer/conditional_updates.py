@@ -12,7 +12,7 @@ from replaykit._compat import arange, as_tensor, dtype_name
 from replaykit.errors import SchemaError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.indexing import ravel
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.memory import carried
 from replaykit.structure import Leaf, Path, flatten
 from replaykit.ted import FLAG_KEYS, format_key, unravel
 from replaykit.writers import Writer

@@ -33,9 +33,9 @@ from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.content import Content
+from replaykit.storages.memory import by_value, from_value
 from replaykit.storages.save_hooks import content_after_load, content_to_save, warn_left_out
 from replaykit.storages.taken_rows import load_taken, taken_mask
-from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.writers.writer import ledger_of
 
 if TYPE_CHECKING:

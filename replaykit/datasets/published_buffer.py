@@ -23,10 +23,9 @@ from replaykit.datasets.encoded_frames import EncodedFrames
 from replaykit.datasets.publishing import Published, open_directory, open_published
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages import Storage, TensorStorage
-from replaykit.storages.columns import Columns, ScatteredColumns
+from replaykit.storages.columns import Columns, ScatteredColumns, grow_in_memory
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.next_rows import pairs_of
-from replaykit.storages.overflow_table import grow_in_memory
 from replaykit.storages.references import References
 from replaykit.structure import Path as KeyPath
 from replaykit.ted import format_key

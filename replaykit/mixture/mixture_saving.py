@@ -33,7 +33,7 @@ from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import deferred
 from replaykit.mixture.choosing import member_named, naming_member
 from replaykit.mixture.mixture import Mixture, gathered
-from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.storages.memory import by_value, from_value
 
 _Calls = Mapping[str, tuple[HandleSource, str, Any]]
 """Remote members by name, each with the method to call and its argument."""

@@ -280,6 +280,61 @@ class SharedLock(OpenFile, _CoreLock):
         return True
 
 
+class Seat(OpenFile):
+    """A number that no other live seat of the same folder has.
+
+    The kernel releases the number of a process that dies. A forked child does not keep its parent's
+    number, and takes another number.
+
+    Args:
+        folder: the folder with one file per number.
+
+    Raises:
+        RuntimeError: all numbers are in use.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from replaykit.pace import Seat
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     one, other = Seat(Path(folder)), Seat(Path(folder))
+        ...     numbers, taken = (one.number, other.number), not one.empty(1)
+        ...     other.drop()
+        ...     free = one.empty(1)
+        ...     one.drop()
+        >>> numbers, taken, free
+        ((0, 1), True, True)
+    """
+
+    MOST = 1 << 12
+
+    def __init__(self, folder: Path) -> None:
+        import fcntl
+
+        self._folder = folder
+        for number in range(self.MOST):
+            self._fd = open_to_lock(self._file(number), os.O_CREAT)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.drop()
+                continue
+            self.number = number
+            drop_in_children(self)
+            return
+        raise RuntimeError(f"expected at most {self.MOST} processes that share a buffer")
+
+    def empty(self, number: int) -> bool:
+        """Return whether no seat has that number."""
+        try:
+            return not is_held(self._file(number))
+        except FileNotFoundError:
+            return True
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"seat-{number}"
+
+
 class ProcessRegistry(OpenFile):
     """The entry of this process among the processes that use a folder.
 

@@ -26,7 +26,7 @@ from replaykit.storages.change_log import ChangeKind, ChangeLog
 from replaykit.storages.commit_state import PriorityColumn
 from replaykit.storages.indexing import elements_of
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.storages.memory import by_value, from_value
 
 Array = np.ndarray[Any, Any]
 

@@ -24,7 +24,7 @@ from replaykit.interrupts import deferred
 from replaykit.keywords import named_after, old_name
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
-from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.storages.memory import by_value, from_value
 
 Array = np.ndarray[Any, Any]
 Made = TypeVar("Made")

@@ -19,7 +19,7 @@ from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.storages.memory import by_value, from_value
 from replaykit.structure import Branch, Path
 from replaykit.ted import EPISODE_KEYS, format_key, unravel
 

@@ -28,10 +28,9 @@ from replaykit.storages.indexing import (
     order_of_all,
     with_lanes,
 )
-from replaykit.storages.memory import allocate
+from replaykit.storages.memory import allocate, carried
 from replaykit.storages.records import plan_records
 from replaykit.storages.schema_match import MatchedRows, Matcher
-from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 

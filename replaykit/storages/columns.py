@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from replaykit.storages.indexing import (
     selected_elements,
     unravel_index,
 )
-from replaykit.storages.memory import overlaps, reach
-from replaykit.storages.records import PackedLeaves, RecordLayout, runs_of
+from replaykit.storages.memory import allocate, carried, overlaps, picked, picked_views, reach
+from replaykit.storages.records import PackedLeaves, RecordLayout, plan_records, runs_of
 from replaykit.storages.row_kernels import NativeRows
-from replaykit.storages.tensor_bytes import carried, picked, picked_views
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 
@@ -608,3 +607,23 @@ class ScatteredColumns(Columns):
         except KeyboardInterrupt:
             write()
             raise
+
+
+Grow = Callable[[Schema, int, Columns | None], Columns]
+"""``grow(schema, entries, table)`` returns columns with ``entries`` slots and the table's
+values."""
+
+
+def grow_in_memory(device: torch.device) -> Grow:
+    """Return a function that copies a table into a larger one on a device."""
+
+    def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
+        layout = plan_records(schema)
+        tensors, records = allocate(schema, entries, torch.Size(), device, layout)
+        grown = Columns(schema, tensors, 1, layout=layout, records=records)
+        if table is not None:
+            for path, column in table.tensors.items():
+                carried(grown[path])[: table.slots] = carried(column)
+        return grown
+
+    return grow

@@ -12,9 +12,10 @@ import torch
 from replaykit._compat import arange
 from replaykit.episodes.streams import key_dtype, stream_keys
 from replaykit.schema import Rows, Schema
-from replaykit.storages.columns import Columns
+from replaykit.storages.columns import Columns, Grow
 from replaykit.storages.indexing import elements_at, elements_of, ravel
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.memory import any_differing
 from replaykit.storages.next_rows import (
     Chains,
     Pairs,
@@ -25,9 +26,7 @@ from replaykit.storages.next_rows import (
     following_lanes,
 )
 from replaykit.storages.observation_table import ObservationTable
-from replaykit.storages.overflow_table import Grow
 from replaykit.storages.references import NEXT, OBSERVATION, entries_of
-from replaykit.storages.tensor_bytes import any_differing
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
 

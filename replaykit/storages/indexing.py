@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange, as_tensor
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.memory import carried
 
 
 def as_index(index: Any, rows: int) -> int | slice | torch.Tensor:

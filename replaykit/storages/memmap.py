@@ -25,12 +25,11 @@ from replaykit.recovery.recovery_folder import (
     is_shared,
 )
 from replaykit.schema import Rows, Schema
-from replaykit.storages.columns import Columns
+from replaykit.storages.columns import Columns, Grow
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.memory import as_device
+from replaykit.storages.memory import as_device, by_value, from_value
 from replaykit.storages.next_rows import DedupNext, Mismatch
-from replaykit.storages.overflow_table import Grow
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.recoverable_files import hand_over, resume
 from replaykit.storages.row_files import (
@@ -42,7 +41,6 @@ from replaykit.storages.row_files import (
     remove_empty,
 )
 from replaykit.storages.shared_storage import read_description
-from replaykit.storages.tensor_bytes import by_value, from_value
 from replaykit.storages.tensors import DESCRIBED, LazyTensorStorage
 from replaykit.structure import Path
 from replaykit.ted import unravel

@@ -12,7 +12,7 @@ import torch
 from replaykit.episodes.streams import stream_keys
 from replaykit.schema import Schema
 from replaykit.storages.columns import Columns
-from replaykit.storages.tensor_bytes import carried, differing
+from replaykit.storages.memory import carried, differing
 from replaykit.structure import Path
 from replaykit.ted import (
     DEFAULT_DONE_KEYS,

@@ -11,11 +11,11 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater
 from replaykit.schema import Rows
-from replaykit.storages.columns import Columns
-from replaykit.storages.dedup_native import NativeObservations, observations_of
+from replaykit.storages.columns import Columns, Grow
+from replaykit.storages.dedup_memory import NativeObservations, observations_of
 from replaykit.storages.indexing import contained
+from replaykit.storages.memory import any_differing, carried, carried_rows, picked
 from replaykit.storages.next_rows import Pairs, following_lanes
-from replaykit.storages.overflow_table import Grow, grown_entries
 from replaykit.storages.references import (
     NEXT,
     OBSERVATION,
@@ -23,14 +23,16 @@ from replaykit.storages.references import (
     References,
     entries_of,
 )
-from replaykit.storages.tensor_bytes import any_differing, carried, carried_rows, picked
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
-    from replaykit.storages.dedup_journal import DedupJournal
+    from replaykit.storages.dedup_memory import DedupJournal
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
+
+_FIRST_ENTRIES = 64
+"""Number of overflow entries in the smallest table."""
 
 
 class ObservationTable:
@@ -408,7 +410,9 @@ class ObservationTable:
                 found = self.core.plan(elements.ctypes.data, len(elements), keep)
             if not found[0]:
                 return found[1], found[2]
-            self.reserve(grown_entries(self.overflow_entries, found[0], self.elements))
+            known = self.overflow_entries
+            grown = max(_FIRST_ENTRIES, 2 * known, known + found[0])
+            self.reserve(min(grown, self.elements))
         raise RuntimeError(f"expected room for all entries, got {found[0]} too few")
 
     def write(

@@ -15,7 +15,7 @@ from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import CommittedState
 from replaykit.storages.dedup_columns import DedupColumns
-from replaykit.storages.dedup_journal import DedupJournal
+from replaykit.storages.dedup_memory import DedupJournal
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import Pairs

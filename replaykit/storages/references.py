@@ -11,7 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater, RowChunks
 from replaykit.storages.indexing import agreed, rising_below
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.memory import carried
 
 Array = np.ndarray[Any, Any]
 

@@ -26,6 +26,7 @@ from replaykit.storages.content import (
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
+from replaykit.storages.memory import by_value, from_value, picked
 from replaykit.storages.next_rows import Pairs
 from replaykit.storages.records import PackedLeaves, plan_records
 from replaykit.storages.references import (
@@ -35,7 +36,6 @@ from replaykit.storages.references import (
     rebuilt_columns,
 )
 from replaykit.storages.taken_rows import load_taken, taken_mask
-from replaykit.storages.tensor_bytes import by_value, from_value, picked
 from replaykit.structure import Branch, Path
 
 _BLOCK_BYTES = 4 * 2**20

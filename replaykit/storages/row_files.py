@@ -19,11 +19,9 @@ from replaykit.filesystem import map_common, reserve_blocks
 from replaykit.native import join_pages
 from replaykit.recovery.recovery_folder import who_uses
 from replaykit.schema import Schema
-from replaykit.storages.columns import Columns
-from replaykit.storages.memory import column_shapes, format_bytes
-from replaykit.storages.overflow_table import Grow
+from replaykit.storages.columns import Columns, Grow
+from replaykit.storages.memory import carried, column_shapes, format_bytes
 from replaykit.storages.records import RecordLayout, plan_records
-from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
 Array = np.ndarray[Any, Any]

@@ -15,8 +15,8 @@ from replaykit.native import row_stride
 from replaykit.storages.batch_memory import REUSED_FROM
 from replaykit.storages.history_kernels import StepsAhead, StepsPlan
 from replaykit.storages.indexing import check_range, unravel_index
+from replaykit.storages.memory import carried
 from replaykit.storages.records import RecordLayout, alone, plan_records
-from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 
 if TYPE_CHECKING:

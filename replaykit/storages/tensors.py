@@ -15,7 +15,7 @@ from replaykit.episodes.streams import stream_keys
 from replaykit.keywords import Replaced, checked_keywords, named_after, old_name
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
-from replaykit.storages.columns import Columns
+from replaykit.storages.columns import Columns, Grow, grow_in_memory
 from replaykit.storages.content import Content
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -31,7 +31,6 @@ from replaykit.storages.next_rows import (
     following_lanes,
     pairs_of,
 )
-from replaykit.storages.overflow_table import Grow, grow_in_memory
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.recoverable_files import make_columns
 from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows

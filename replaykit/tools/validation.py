@@ -23,7 +23,7 @@ from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.datasets.sources import files_below, require_plain
 from replaykit.errors import CheckpointError
-from replaykit.storages.tensor_bytes import differing
+from replaykit.storages.memory import differing
 from replaykit.ted import Key
 from replaykit.tools.facts import Facts, Finding, Table, counted
 from replaykit.tools.layouts import table_layout_of

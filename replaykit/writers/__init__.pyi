@@ -2,8 +2,6 @@
 
 from replaykit.writers.episode_writer import (
     EpisodeWriter,
-)
-from replaykit.writers.evictors import (
     Evictor,
     Fifo,
     LowestPriority,

@@ -22,7 +22,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.storages.tensor_bytes import by_value, from_value
+from replaykit.storages.memory import by_value, from_value
 from tests import effort
 from tests.buffer.building import buffer_of, check_whole, rows, same, storage_of, unchanged
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.pace.limiter import INSERT, SAMPLE
-from replaykit.pace.waiting import Seat, SharedCounts
+from replaykit.pace import INSERT, SAMPLE, SharedCounts
+from replaykit.recovery.locks import Seat
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

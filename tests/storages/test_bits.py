@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit.storages import tensor_bytes
-from replaykit.storages.tensor_bytes import any_differing, differing
+from replaykit.storages import memory
+from replaykit.storages.memory import any_differing, differing
 from replaykit.structure import raw_bytes
 
 
@@ -49,7 +49,7 @@ def test_differing_finds_rows_with_other_bytes(
 
 
 def test_differing_joins_results_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_bytes, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(memory, "_BLOCK_BYTES", 64)
     a = torch.randint(
         0, 2, (101, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )

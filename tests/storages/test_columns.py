@@ -17,7 +17,7 @@ from replaykit.errors import SchemaError
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.memory import carried
 
 
 def _columns(data: Any, ndim: int = 1) -> Columns:

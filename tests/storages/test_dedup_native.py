@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
-from replaykit.storages.dedup_native import NativeObservations
+from replaykit.storages.dedup_memory import NativeObservations
 
 
 def _steps(values: list[float], **columns: Any) -> TensorDict:

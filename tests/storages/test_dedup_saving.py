@@ -566,7 +566,7 @@ def test_load_without_memory_changes_no_row(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("replaykit.storages.overflow_table.allocate", refuse)
+        patch.setattr("replaykit.storages.columns.allocate", refuse)
         with pytest.raises(MemoryError, match="no room"):
             rb.loads(tmp_path / "saved")
     rb.extend(chain(500, 3, shift=0.5))
