@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import Field, Policies, convert
-from replaykit.datasets.engine import episode_finders, row_batches
 from replaykit.datasets.engine import plan as episodes_module
+from replaykit.datasets.engine import row_batches
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.episode_finders import EpisodeRef, EpisodeRefs, Groups
+from replaykit.datasets.engine.episode_finders import EpisodeRefs, Groups
 from replaykit.datasets.engine.layout import SourceFacts
 from replaykit.datasets.engine.locations import NameTable
 from replaykit.datasets.engine.plan import EpisodeSpan, SourceEpisode, SourceEpisodes, Spans
@@ -108,7 +108,6 @@ def test_rows_do_not_depend_on_how_a_file_is_cut(
     made(path, tmp_path / "whole", 1 << 20)
     monkeypatch.setattr(row_batches, "_EPISODES", episodes)
     monkeypatch.setattr(row_batches, "_CACHED_BYTES", block)
-    monkeypatch.setattr(episode_finders, "_TOGETHER", 3)
     monkeypatch.setattr(episodes_module, "_TOGETHER", 4)
     made(path, tmp_path / "cut", block)
     assert content(tmp_path / "whole", in_blocks=True) == content(tmp_path / "cut", in_blocks=True)
@@ -165,7 +164,6 @@ def test_names_can_be_cut():
 def test_references_of_several_files_may_have_one_number():
     refs = EpisodeRefs(np.array([0, 1, 0]), parts=np.array([0, 0, 1]))
     assert not refs.has_twins
-    assert list(refs)[2] == EpisodeRef("", 0, part=1)
     assert EpisodeRefs(np.array([0, 1, 0])).has_twins
 
 

@@ -197,13 +197,13 @@ def test_rows_that_are_zero_in_the_source_are_kept(tmp_path, made, block_bytes):
 
 def test_rows_that_the_layout_does_not_give_are_found(tmp_path, made, monkeypatch):
     """V34: the rows of an episode follow from its records by the formula of its family."""
-    path, real = write(tmp_path / "a.h5", 4, 6), _Scan._episodes
+    path, real = write(tmp_path / "a.h5", 4, 6), _Scan._episode
 
-    def fewer(self: _Scan, *args: Any) -> Iterator[SourceEpisode]:
-        for episode in real(self, *args):
-            yield episode._replace(rows=episode.rows - (episode.group == "run1"))
+    def fewer(self: _Scan, *args: Any) -> SourceEpisode:
+        episode = real(self, *args)
+        return episode._replace(rows=episode.rows - (episode.group == "run1"))
 
-    monkeypatch.setattr(_Scan, "_episodes", fewer)
+    monkeypatch.setattr(_Scan, "_episode", fewer)
     said = r"a\.h5: run1: 6 records are rows 4 to 8 of 9, .* makes 6 rows .*\[V34\]"
     with pytest.raises(RuntimeError, match=said):
         made(path)

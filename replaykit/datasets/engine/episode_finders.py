@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,44 +19,23 @@ if TYPE_CHECKING:
 
 _LISTED: Final = 20
 """Number of names of an unknown file that a message lists."""
-_TOGETHER: Final = 1 << 12
-"""Number of episodes that are converted to objects at once."""
 
 Index = npt.NDArray[np.int64]
 
 
-class EpisodeRef(NamedTuple):
-    """A reference to an episode in a file.
-
-    Attributes:
-        group: the group of its arrays; ``""`` for the root.
-        number: the number of the episode in its file.
-        base: the first record of the episode in these arrays.
-        records: number of records of the episode in these arrays; ``None`` for all.
-        terminated: True if the episode terminated; ``None`` if the finder cannot determine it.
-        part: if several files are read as one, the position of the file in which the episode
-            begins.
-    """
-
-    group: str
-    number: int
-    base: int = 0
-    records: int | None = None
-    terminated: bool | None = None
-    part: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class EpisodeRefs:
-    """The episodes of a file, in order, stored as arrays.
-
-    Iteration creates `EpisodeRef` objects.
+    """The episodes of a file, in order: one for each group, or ranges of flat arrays.
 
     Args:
         numbers: the numbers of the episodes.
         names: the groups of the episodes; ``None`` for the root.
-        bases, records, terminated, parts: as in `EpisodeRef`; ``None`` if all episodes have the
-            default.
+        bases: for flat arrays, the first record of each episode; ``None`` if each episode has
+            separate arrays. The next arguments are then ``None``, too.
+        records: number of records of each episode.
+        terminated: True if the episode terminated.
+        parts: if several files are read as one, the position of the file in which each episode
+            begins; ``None`` for one file.
     """
 
     numbers: Index
@@ -70,26 +48,10 @@ class EpisodeRefs:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __iter__(self) -> Iterator[EpisodeRef]:
-        columns = ((self.bases, 0), (self.records, None), (self.terminated, None), (self.parts, 0))
-        names: Iterator[str] = repeat("") if self.names is None else iter(self.names)
-        for begin in range(0, len(self), _TOGETHER):
-            some = slice(begin, begin + _TOGETHER)
-            facts = [
-                repeat(default) if column is None else column[some].tolist()
-                for column, default in columns
-            ]
-            for number, *rest in zip(self.numbers[some].tolist(), *facts, strict=False):
-                yield EpisodeRef(next(names), number, *rest)
-
-    def by_group(self) -> Iterator[tuple[str, EpisodeRefs]]:
-        """Yield each group with its episodes."""
-        if self.names is None:
-            if len(self):
-                yield "", self
-            return
-        for at, name in enumerate(self.names):
-            yield name, EpisodeRefs(self.numbers[at : at + 1], NameTable([name]))
+    @property
+    def groups(self) -> Iterable[str]:
+        """The groups that hold the episodes; ``""`` for the root."""
+        return self.names if self.names is not None else [""][: len(self)]
 
     @property
     def has_twins(self) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from replaykit.datasets.engine.conversion_report import skipped_lines
-from replaykit.datasets.engine.episode_finders import EpisodeRef, EpisodeRefs, Segments
+from replaykit.datasets.engine.episode_finders import EpisodeRefs, Segments
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.h5_values import Held
 from replaykit.datasets.engine.layout import Layout, SourceFacts
@@ -269,10 +269,10 @@ class _Scan:
             listed = sorted(found.episodes.numbers.tolist())
             raise location.error(f"two episodes have one number: {listed}", "V33")
         first, seen, is_whole = len(self.spans), self.records, True
-        for group, refs in found.episodes.by_group():
+        for number, group in enumerate(found.episodes.groups):
             at = location.at(group=group or None)
             try:
-                self.span(index, file, group, refs, at)
+                self.span(index, file, group, found.episodes, number, at)
             except CorpusError as error:
                 if self.policies.on_invalid != "skip":
                     raise
@@ -334,9 +334,18 @@ class _Scan:
                 self.notes.add("V15", text, location, count=missing, name=repr(name))
 
     def span(
-        self, index: int, file: H5File, group: str, refs: EpisodeRefs, location: Location
+        self,
+        index: int,
+        file: H5File,
+        group: str,
+        refs: EpisodeRefs,
+        at: int,
+        location: Location,
     ) -> None:
-        """Add the arrays of a group with their episodes, or nothing after an error."""
+        """Add the arrays of a group with their episodes, or nothing after an error.
+
+        ``at`` is the position of the group among those of the file.
+        """
         assert self.schema is not None
         layout, first = self.schema.layout, len(self.episodes)
         beside = layout.episodes.beside if isinstance(layout.episodes, Segments) else ()
@@ -349,7 +358,7 @@ class _Scan:
         facts = self._facts(file, group, records, location)
         rows = self.rows
         try:
-            if refs.terminated is not None:
+            if refs.bases is not None:
                 unit, starts = self.units[index], [part.start for part in file.parts] or [0]
                 columns, left_out = flat_episodes(
                     refs, layout, self.policies.last_steps, unit, starts, self.excluded, rows
@@ -357,10 +366,11 @@ class _Scan:
                 self.skipped.extend(left_out)
                 self.episodes.extend(columns, facts, dict(zip(unit, starts, strict=True)))
                 rows += int(columns["rows"].sum())
-            else:
-                for episode in self._episodes(index, file, refs, leaves, records, facts):
-                    self.episodes.append(episode)
-                    rows += episode.rows
+            elif episode := self._episode(
+                index, file, group, int(refs.numbers[at]), leaves, records, facts
+            ):
+                self.episodes.append(episode)
+                rows += episode.rows
             stop = len(self.episodes)
             if first == stop:
                 return
@@ -395,45 +405,35 @@ class _Scan:
                 self.notes.add("V15", f"{text}; all records are kept", at)
         return layout.facts(attributes, location.name, records, location, self.notes)
 
-    def _episodes(
+    def _episode(
         self,
         index: int,
         file: H5File,
-        refs: Iterable[EpisodeRef],
+        group: str,
+        number: int,
         leaves: Mapping[str, H5Leaf],
-        total: int,
+        records: int,
         facts: SourceFacts,
-    ) -> Iterator[SourceEpisode]:
+    ) -> SourceEpisode | None:
+        """Return the episode that a group holds, or None after noting why it gives no row."""
         assert self.schema is not None
-        layout, start, unit = self.schema.layout, self.rows, self.units[index]
-        is_whole = self.episodes.is_whole
-        variants: dict[bool | None, SourceFacts] = {None: facts}
-        variants |= {said: replace(facts, terminated=said) for said in (True, False)}
-        for ref in refs:
-            begins = unit[ref.part]
-            within = file.parts[ref.part].start if file.parts else 0
-            facts = variants[ref.terminated]
-            records = total if ref.records is None else ref.records
-            is_open = layout.is_open and self._is_kept(file, ref, leaves, records, facts)
-            rows = records - layout.lost + is_open
-            why = self.excluded.get((begins, ref.group, ref.base)) if self.excluded else None
-            if why is None and rows < 1:
-                why = gives_no_row(records)
-            if why is not None:
-                first = ref.base - within
-                name = ref.group if is_whole else f"{ref.group}[{first}:{first + records}]"
-                self.skipped.append(Skipped(begins, name, why))
-                continue
-            yield SourceEpisode(
-                begins, ref.group, ref.number, ref.base, records, rows, start, is_open,
-                is_whole, facts, within,
-            )  # fmt: skip
-            start += rows
+        layout = self.schema.layout
+        is_open = layout.is_open and self._is_kept(file, group, leaves, records, facts)
+        rows = records - layout.lost + is_open
+        why = self.excluded.get((index, group, 0))
+        if why is None and rows < 1:
+            why = gives_no_row(records)
+        if why is not None:
+            self.skipped.append(Skipped(index, group, why))
+            return None
+        return SourceEpisode(
+            index, group, number, 0, records, rows, self.rows, is_open, True, facts
+        )  # fmt: skip
 
     def _is_kept(
         self,
         file: H5File,
-        ref: EpisodeRef,
+        group: str,
         leaves: Mapping[str, H5Leaf],
         records: int,
         facts: SourceFacts,
@@ -443,12 +443,10 @@ class _Scan:
         choice = self.policies.last_steps
         if choice != "terminated" or not records:
             return choice == "keep"
-        for said in (ref.terminated, facts.terminated):
-            if said is not None:
-                return said
-        last = ref.base + records - 1
+        if facts.terminated is not None:
+            return facts.terminated
         return any(
-            bool(file.read(path_below(ref.group, entry.name), last, last + 1).any())
+            bool(file.read(path_below(group, entry.name), records - 1, records).any())
             for entry in self.schema.layout.fields
             if entry.role == "terminated" and entry.name in leaves
         )

@@ -338,7 +338,7 @@ def _list(
             resolved = layout.resolve(file, location)
             names = resolved.seen_attributes
             episodes = resolved.episodes.find(file, resolved, location, 1 << 20).episodes
-            for group in dict.fromkeys(episode.group for episode in episodes):
+            for group in episodes.groups:
                 try:
                     leaves = [known.setdefault(leaf, leaf) for leaf in file.leaves(group)]
                     said = file.attributes(group, names) if names else {}

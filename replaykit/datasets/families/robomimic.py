@@ -407,14 +407,14 @@ class IsaacLabLayout(Layout):
         states: set[str] = set()
         lacking: dict[str, Location] = {}
         complete: set[str] = set()
-        for episode in group.episodes:
-            leaves = {leaf.path for leaf in file.leaves(episode.group)}
+        for name in group.episodes.groups:
+            leaves = {leaf.path for leaf in file.leaves(name)}
             mine = sorted(path for path in leaves if path.startswith("states/"))
             for path in mine:
                 if _first_of(path) in leaves:
                     complete.add(path)
                 else:
-                    lacking.setdefault(path, location.at(group=episode.group, key=_first_of(path)))
+                    lacking.setdefault(path, location.at(group=name, key=_first_of(path)))
             states.update(mine)
         for path in lacking.keys() - complete:
             text = f"the state before the first action is missing, but {path} is there"
