@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replaykit.datasets.engine.fields import image_module
 from replaykit.errors import CorpusError
 from replaykit.ted import Key, format_key
 from replaykit.transforms import Transform
@@ -255,11 +254,34 @@ class FrameFiles:
                     decode_image(encoded, out[at], f"{path}, byte {offset}")
 
 
+def image_module() -> Any:
+    """Return ``PIL.Image``.
+
+    Raises:
+        ImportError: Pillow is not installed. The message has the install command.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "reading encoded images needs Pillow, which is not installed: "
+            "`pip install 'replaykit[images]'`"
+        ) from error
+    return Image
+
+
 @contextmanager
-def _image(encoded: bytes, where: str) -> Iterator[Any]:
-    """Open an image without decoding it."""
+def open_image(encoded: Any, where: str) -> Iterator[Any]:
+    """Open an image from ``bytes`` or an array of them, without decoding it.
+
+    Raises:
+        CorpusError: the block or Pillow finds that the bytes are no image (V03).
+        ImportError: Pillow is not installed.
+    """
     Image = image_module()
     try:
+        if type(encoded) is not bytes:
+            encoded = np.asarray(encoded, np.uint8).tobytes()
         with Image.open(io.BytesIO(encoded)) as image:
             yield image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -284,21 +306,21 @@ def check_image(encoded: bytes, shape: tuple[int, ...], where: str) -> None:
         CorpusError: the bytes are no such image (V03), or it has another size (V10).
         ImportError: Pillow is not installed.
     """
-    with _image(encoded, where) as image:
+    with open_image(encoded, where) as image:
         kind = "uint8" if image.mode in _MODES else image.mode
         _check_size(kind, (image.height, image.width, len(image.getbands())), shape, where)
 
 
-def decode_image(encoded: bytes, out: Array, where: str) -> None:
-    """Decode a JPEG or PNG into ``out [H, W, C]``.
+def decode_image(encoded: Any, out: Array, where: str) -> None:
+    """Decode a JPEG or PNG into ``out [H, W, C]``, or ``[H, W]`` for one channel.
 
     Raises:
         CorpusError: the bytes are no such image (V03), or it has another size (V10).
         ImportError: Pillow is not installed.
     """
-    with _image(encoded, where) as image:
+    with open_image(encoded, where) as image:
         pixels = np.asarray(image)
-    if pixels.ndim == 2:
+    if pixels.ndim == 2 < out.ndim:
         pixels = pixels[:, :, None]
     _check_size(pixels.dtype.name, pixels.shape, out.shape, where)
     out[...] = pixels

@@ -124,6 +124,20 @@ class HubFiles:
     descriptions: tuple[str, ...] = ()
     natural: bool = False
 
+    @classmethod
+    def of_id(cls, dataset_id: str, suffix: str | tuple[str, ...]) -> HubFiles:
+        """Return the files of the repository that an id ``owner/name`` names.
+
+        Raises:
+            FileNotFoundError: the id has another form.
+        """
+        if len(dataset_id.split("/")) != 2:
+            raise FileNotFoundError(
+                f"{dataset_id!r} names no repository: expected owner/name, or local files with "
+                "source="
+            )
+        return cls(dataset_id, "", suffix, natural=True)
+
     @property
     def location(self) -> str:
         """The repository, for display."""

@@ -19,7 +19,8 @@ from replaykit.datasets import (
     Layout,
     Segments,
 )
-from replaykit.datasets.engine.fields import Preceded, Target, Text, image_module
+from replaykit.datasets.encoded_frames import image_module
+from replaykit.datasets.engine.fields import Preceded, Target, Text
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.layout import SourceFacts
 from replaykit.datasets.engine.plan import SourceEpisode, SourceEpisodes, Spans

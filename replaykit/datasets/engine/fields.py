@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.encoded_frames import decode_image
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
@@ -28,22 +28,6 @@ class Decoder(Protocol):
         """
 
 
-def image_module() -> Any:
-    """Return ``PIL.Image``.
-
-    Raises:
-        ImportError: Pillow is not installed. The message has the install command.
-    """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "reading encoded images needs Pillow, which is not installed: "
-            "`pip install 'replaykit[images]'`"
-        ) from error
-    return Image
-
-
 @dataclass(frozen=True)
 class Images:
     """A decoder of encoded images of one size, such as JPEG, to ``uint8 [H, W, C]``.
@@ -60,25 +44,9 @@ class Images:
         return replace(leaf, shape=(*leaf.shape[:1], *self.shape), dtype=np.uint8, problem=None)
 
     def read(self, file: H5File, dataset: str, start: int, stop: int) -> npt.NDArray[Any]:
-        Image = image_module()
         found = np.empty((stop - start, *self.shape), np.uint8)
         for at, entry in enumerate(file.entries(dataset, start, stop)):
-            try:
-                with Image.open(io.BytesIO(np.asarray(entry, np.uint8).tobytes())) as image:
-                    pixels = np.asarray(image)
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-                raise CorpusError(
-                    f"{file.path}: {dataset}, record {start + at}: is not an image that can be "
-                    f"decoded ({error}) [V03]"
-                ) from error
-            if pixels.ndim == 2 and self.shape[2:] == (1,):
-                pixels = pixels[:, :, None]
-            if pixels.shape != self.shape or pixels.dtype != np.uint8:
-                raise CorpusError(
-                    f"{file.path}: {dataset}, record {start + at}: is an image of shape "
-                    f"{list(pixels.shape)}, expected {list(self.shape)} [V10]"
-                )
-            found[at] = pixels
+            decode_image(entry, found[at], f"{file.path}: {dataset}, record {start + at}")
         return found
 
 

@@ -524,9 +524,4 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
-        if len(dataset_id.split("/")) != 2:
-            raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected owner/name, or a local folder with "
-                "source="
-            )
-        return HubFiles(dataset_id, "", cls.layout.suffixes, natural=True)
+        return HubFiles.of_id(dataset_id, cls.layout.suffixes)

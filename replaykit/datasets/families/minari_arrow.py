@@ -317,9 +317,7 @@ class _MinariTable:
             if part.kind == "images":
                 if not isinstance(entry, bytes):
                     raise ValueError(f"{feature.name}, entry {at}: is no encoded image")
-                shape = feature.shape if len(feature.shape) == 3 else (*feature.shape, 1)
-                pixels = found[at].reshape(shape)
-                decode_image(entry, pixels, f"{path}: {feature.name}, entry {at}")
+                decode_image(entry, found[at], f"{path}: {feature.name}, entry {at}")
                 continue
             text = entry.encode() if isinstance(entry, str) else None
             if text is None or len(text) > feature.shape[0]:

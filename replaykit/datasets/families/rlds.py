@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -18,8 +17,7 @@ import numpy.typing as npt
 
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
-from replaykit.datasets.encoded_frames import decode_image
-from replaykit.datasets.engine.fields import image_module
+from replaykit.datasets.encoded_frames import decode_image, open_image
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
@@ -225,11 +223,8 @@ class _RldsTable:
             where = self.location(position).at(key=f"steps/{feature.name}", record=0)
             with _errors(where, "V78"):
                 entry = bytes(self._example(position).bytes(f"steps/{feature.name}")[0])
-            try:
-                with image_module().open(io.BytesIO(entry)) as image:
-                    shape = np.asarray(image).shape
-            except (OSError, ValueError, SyntaxError) as error:
-                raise where.error(f"is not an image that can be decoded ({error})", "V03") from None
+            with open_image(entry, str(where)) as image:
+                shape = np.asarray(image).shape
             return replace(feature, shape=(*shape, 1)[:3])
         return replace(feature, shape=(0, 0, 0))
 
@@ -482,9 +477,4 @@ class RldsExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
-        if len(dataset_id.split("/")) != 2:
-            raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected owner/name, or a local folder with "
-                "source="
-            )
-        return HubFiles(dataset_id, "", "", natural=True)
+        return HubFiles.of_id(dataset_id, "")

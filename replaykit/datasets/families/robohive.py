@@ -8,7 +8,6 @@ action of an episode is in the record before the last.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.converting import local_paths
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay, LocalFilesReplay
+from replaykit.datasets.encoded_frames import open_image
 from replaykit.datasets.engine.episode_finders import Finder, Groups, WholeFile
 from replaykit.datasets.engine.fields import (
     STATE_RECORDS,
@@ -30,7 +30,6 @@ from replaykit.datasets.engine.fields import (
     Decoder,
     Field,
     Images,
-    image_module,
 )
 from replaykit.datasets.engine.h5 import H5File, open_h5
 from replaykit.datasets.engine.layout import (
@@ -524,15 +523,10 @@ ALOHA: Final = AlohaLayout()
 
 
 def _size(file: H5File, path: str, location: Location) -> tuple[int, ...]:
-    Image = image_module()
-    entry = np.asarray(file.entries(path, 0, 1)[0], np.uint8).tobytes()
-    try:
-        with Image.open(io.BytesIO(entry)) as image:
-            bands = len(image.getbands())
-            return (image.height, image.width, *((bands,) if bands > 1 else ()))
-    except (OSError, ValueError, SyntaxError) as error:
-        at = location.at(key=path, record=0)
-        raise at.error(f"is not an image that can be decoded ({error})", "V03") from error
+    where = str(location.at(key=path, record=0))
+    with open_image(file.entries(path, 0, 1)[0], where) as image:
+        bands = len(image.getbands())
+        return (image.height, image.width, *((bands,) if bands > 1 else ()))
 
 
 class AlohaExperienceReplay(LocalFilesReplay[SamplerT]):

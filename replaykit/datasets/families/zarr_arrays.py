@@ -462,9 +462,4 @@ class ZarrExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
     @classmethod
     def remote(cls, dataset_id: str) -> HubFiles:
         """Return the location of a data set's files."""
-        if len(dataset_id.split("/")) != 2:
-            raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected owner/name, or local files with "
-                "source="
-            )
-        return HubFiles(dataset_id, "", ".zip", natural=True)
+        return HubFiles.of_id(dataset_id, ".zip")
