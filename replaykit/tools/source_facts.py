@@ -25,7 +25,7 @@ from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.plan import Plan
 from replaykit.datasets.engine.policies import Judge, Policies
-from replaykit.datasets.engine.table_sources import TableLayout
+from replaykit.datasets.engine.table_sources import TableLayout, ValueChecks
 from replaykit.datasets.publishing import Published, open_published
 from replaykit.datasets.sources import files_below
 from replaykit.errors import CorpusError
@@ -549,9 +549,13 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
         source = layout.open(unread_sources(files_below(path, layout.suffixes)), Policies(), judge)
         kept = source.episodes.lengths > 0
         kept[list(judge.bad)] = False
-        keys = [column.key for column in source.columns]
-        for block in source.blocks(kept, keys, _BLOCK_BYTES):
-            advance(sum(values.nbytes for values in block.values()))
+        checks = ValueChecks(source, kept, judge)
+        at = {column.key: 0 for column in source.columns}
+        for block in source.blocks(kept, [*at], _BLOCK_BYTES):
+            for key, values in block.items():
+                checks.check(key, values, at[key])
+                at[key] += len(values)
+                advance(values.nbytes)
     except CorpusError as error:
         return [Finding("rules", False, str(error))]
     found = [Finding("rules", False, text) for text in dict.fromkeys(judge.bad.values())]

@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ from replaykit.datasets.engine.table_sources import (
     SourceColumn,
     TableLayout,
     TableSource,
+    ValueChecks,
 )
 from replaykit.datasets.engine.write_files import store_once
 from replaykit.datasets.publishing import hold_back
@@ -89,6 +91,7 @@ def convert_table(
     wanted = [c for c in source.columns if c.key in ends or policies.keeps(c.key)]
     choice = layout.copies if policies.copies == "layout" else policies.copies
     while True:
+        judge.notes = RuleFindings.of(replace(note) for note in notes)  # each pass finds them again
         kept = source.episodes.lengths > 0
         kept[list(judge.bad)] = False
         if not kept.any():
@@ -139,11 +142,11 @@ class _Writer:
         judge: Judge,
     ) -> None:
         self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
-        self.positions = np.flatnonzero(kept)
+        self._checks = ValueChecks(source, kept, judge)
+        self.positions, self._where = self._checks.positions, self._checks.where
+        self._starts, self._stops = self._checks.starts, self._checks.stops
         self._kept, self._known = kept, len(judge.bad)
         self._lengths = source.episodes.lengths[kept]
-        self._stops = self._lengths.cumsum()
-        self._starts = self._stops - self._lengths
         self.rows = int(self._stops[-1])
         self._wanted = {column.key: column for column in wanted}
         self._dtypes = {
@@ -191,12 +194,6 @@ class _Writer:
     def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
         return self._where(number, key).error(what, rule)
 
-    def _where(self, number: int, key: Key = (), row: int | None = None) -> Location:
-        """Return the location of an episode, a column and a row of the data set."""
-        record = None if row is None else row - int(self._starts[number])
-        name = self._wanted[key].source if key else None
-        return self.source.location(int(self.positions[number])).at(key=name, record=record)
-
     # -- blocks -----------------------------------------------------------------------------------
 
     def write(self, block_bytes: int, progress: bool | None) -> None:
@@ -240,8 +237,13 @@ class _Writer:
                 "V11",
                 key,
             )
+        if len(self.judge.bad) > self._known:  # the rows will be written again without them
+            self._checks.check(key, values, start)
+            return
         if key in self._ends:
-            self._take_ends(key, values.reshape(-1).astype(bool), start)
+            flags = values.reshape(-1).astype(bool)
+            episodes, lasts = self._checks.check_ends(flags, key, start)
+            self._ends[key][episodes] = flags[lasts]
             return
         dtype = self._dtypes[key]
         stored = values
@@ -277,33 +279,13 @@ class _Writer:
             sums = np.add.reduceat(rows, cuts) if len(rows) else rows
             known = np.nan_to_num(self._returns[low:high])
             self._returns[low:high] = np.where(np.isnan(self._returns[low:high]), 0, known) + sums
-        role = key[1] if key[0] == "next" and len(key) > 1 else key[0]
         is_whole = of.nan == 0 and np.isfinite([of.least, of.largest]).all() if of.count else False
         if stored.dtype.kind not in "fc" or is_whole:
             return
         flat, before = stored.reshape(len(stored), -1), values.reshape(len(values), -1)
         overflowed = (np.isinf(flat) & np.isfinite(before)).any(1)
-        if overflowed.any():
-            self._fail_rows(overflowed, start, key, f"overflows {stored.dtype}", "V10")
-        if role in ("action", "observation", "reward"):
-            rule = "V20" if role == "action" else "V21"
-            self._fail_rows(~np.isfinite(flat).all(1), start, key, "is not finite", rule)
-
-    def _fail_rows(self, wrong: Any, start: int, key: Key, what: str, rule: str) -> None:
-        rows = np.flatnonzero(wrong) + start
-        numbers, firsts = np.unique(np.searchsorted(self._stops, rows, "right"), return_index=True)
-        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
-            where = self._where(number, key, int(rows[first]))
-            self.judge.fail(int(self.positions[number]), where, what, rule)
-
-    def _take_ends(self, key: Key, values: npt.NDArray[np.bool_], start: int) -> None:
-        low, high = np.searchsorted(self._stops - 1, (start, start + len(values)))
-        lasts = self._stops[low:high] - 1 - start
-        self._ends[key][low:high] = values[lasts]
-        early = values.copy()
-        early[lasts] = False
-        if early.any():
-            self._fail_rows(early, start, key, "is set before the end of the episode", "V31")
+        self._checks.fail(overflowed, start, key, f"overflows {stored.dtype}", "V10")
+        self._checks.check_finite(key, stored, start)
 
     def _write_flags(self) -> None:
         # An episode that no flag ends is cut, which is a truncation.

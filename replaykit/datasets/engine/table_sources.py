@@ -1,4 +1,4 @@
-"""Sources with flat columns of records and ends of episodes, such as trajectories."""
+"""Sources with flat columns of records and ends of episodes, and the rules of their values."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class TableSource(Protocol):
         """Yield the rows of episodes in order, in blocks of some of the columns.
 
         Each block holds the next rows of one or more columns, as ``[n, *shape]`` in the dtype of
-        the column. Columns need not advance together, and blocks may span episodes.
+        the column. Columns need not advance together, and blocks may span episodes. The rows of
+        an episode that turns out to be bad may have any values, or be missing for images.
 
         Args:
             kept: the episodes to read, bool ``[E]``.
@@ -128,6 +129,72 @@ class TableSource(Protocol):
         Raises:
             CorpusError: a file cannot be read, or breaks a rule. The message names file and rule.
         """
+
+
+class ValueChecks:
+    """The rules of values in blocks of rows (V20, V21, V31).
+
+    Args:
+        source: the source of the blocks.
+        kept: the episodes whose rows are read, bool ``[E]``.
+        judge: decides about episodes that break a rule.
+
+    Attributes:
+        positions: the positions of the k kept episodes, int64 ``[k]``.
+        starts, stops: their first rows and their ends in the blocks, int64 ``[k]``.
+    """
+
+    def __init__(self, source: TableSource, kept: npt.NDArray[np.bool_], judge: Judge) -> None:
+        self._source, self._judge = source, judge
+        self._names = {column.key: column.source for column in source.columns}
+        self.positions = np.flatnonzero(kept)
+        lengths = source.episodes.lengths[self.positions]
+        self.stops = lengths.cumsum()
+        self.starts = self.stops - lengths
+
+    def check(self, key: Key, values: Array, start: int) -> None:
+        """Check rows of a column from ``start`` on."""
+        if key in (TERMINATED, TRUNCATED):
+            self.check_ends(values.reshape(-1).astype(bool), key, start)
+        elif values.dtype.kind in "fc":
+            self.check_finite(key, values, start)
+
+    def check_finite(self, key: Key, values: Array, start: int) -> None:
+        """Check that the floats of an action, an observation or a reward are finite."""
+        role = key[1] if key[0] == "next" and len(key) > 1 else key[0]
+        if role in ("action", "observation", "reward"):
+            rule = "V20" if role == "action" else "V21"
+            wrong = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+            self.fail(wrong, start, key, "is not finite", rule)
+
+    def check_ends(
+        self, values: npt.NDArray[np.bool_], key: Key, start: int
+    ) -> tuple[slice, npt.NDArray[np.int64]]:
+        """Check that ends are set in last rows only; return the episodes and rows of these."""
+        low, high = np.searchsorted(self.stops - 1, (start, start + len(values)))
+        lasts = self.stops[low:high] - 1 - start
+        early = values.copy()
+        early[lasts] = False
+        self.fail(early, start, key, "is set before the end of the episode", "V31")
+        return slice(low, high), lasts
+
+    def fail(
+        self, wrong: npt.NDArray[np.bool_], start: int, key: Key, what: str, rule: str
+    ) -> None:
+        """Report the first wrong row of each episode."""
+        if not wrong.any():
+            return
+        rows = np.flatnonzero(wrong) + start
+        numbers, firsts = np.unique(np.searchsorted(self.stops, rows, "right"), return_index=True)
+        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
+            where = self.where(number, key, int(rows[first]))
+            self._judge.fail(int(self.positions[number]), where, what, rule)
+
+    def where(self, number: int, key: Key = (), row: int | None = None) -> Location:
+        """Return the location of a kept episode, a column and a row of the blocks."""
+        record = None if row is None else row - int(self.starts[number])
+        name = self._names[key] if key else None
+        return self._source.location(int(self.positions[number])).at(key=name, record=record)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,8 +246,12 @@ class LeRobotFrames:
         length = int(self._set.lengths[position])
         if length <= path.stat().st_size:  # few files have more rows than bytes
             return
-        with file_errors(path, "V10"), arrow().ParquetFile(path) as file:
-            rows = file.metadata.num_rows
+        try:
+            with file_errors(path, "V10"), arrow().ParquetFile(path) as file:
+                rows = file.metadata.num_rows
+        except CorpusError as error:
+            self._judge.condemn(position, error)
+            return
         if rows < length:
             what = f"the metadata gives it {length} frames, its file has {rows}"
             self._judge.condemn(position, self.location(position).error(what, "V70"))
@@ -322,7 +326,6 @@ class LeRobotFrames:
         self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
     ) -> Iterator[Mapping[Key, Array]]:
         wanted = [self._features[key] for key in keys]
-        known = len(self._judge.bad)
         self._joined = {}
         files: dict[str, list[int]] = {}
         for position in np.flatnonzero(kept).tolist():
@@ -331,10 +334,7 @@ class LeRobotFrames:
         for position, name in enumerate(self._set.data):
             everywhere.setdefault(name, []).append(position)
         for name, positions in files.items():
-            for block in self._blocks(name, everywhere[name], positions, wanted, block_bytes):
-                # After a bad episode the writer begins again, so that no more rows are needed.
-                if len(self._judge.bad) == known:
-                    yield block
+            yield from self._blocks(name, everywhere[name], positions, wanted, block_bytes)
         if kept.all():
             self._check_totals()
 
@@ -350,6 +350,54 @@ class LeRobotFrames:
         of, path = self._set, self._set.path(name)
         columns = [each for each in of.features if each.dtype != "video" and
                    (each in wanted or each.name in INDEX)]  # fmt: skip
+        try:
+            table, values = self._read(path, columns)
+        except CorpusError as error:
+            for position in kept:
+                self._judge.condemn(position, error)
+            count = int(of.lengths[list(kept)].sum())
+            yield {
+                each.key: _stored(np.zeros((count, *each.shape), each.dtype), each)
+                for each in wanted
+                if not each.is_encoded
+            }
+            return
+        checks = LeRobotChecks(of, self._judge, self.location, name, positions, values)
+        places = {position: at for at, position in enumerate(checks.positions)}
+        sound = [position for position in kept if position in places]
+        at = [places[position] for position in sound]
+        starts, lengths = checks.starts[at], of.lengths[sound]
+        self._check_stats(sound, values, starts, lengths)
+        is_whole = len(at) and int(lengths.sum()) == len(table)
+        order: Any = slice(None)
+        if not is_whole or not np.array_equal(starts, lengths.cumsum() - lengths):
+            runs = zip(starts, lengths, strict=True)
+            order = np.concatenate(
+                [np.arange(0), *(np.arange(first, first + count) for first, count in runs)]
+            )
+        found = {
+            each.key: _stored(values[each.name][order], each)
+            for each in wanted
+            if not each.is_encoded
+        }
+        if len(sound) < len(kept):  # zeros keep the places of the other rows
+            is_sound = np.repeat(np.isin(kept, sound), of.lengths[list(kept)])
+            found = {key: _spread(rows, is_sound) for key, rows in found.items()}
+        yield found
+        for feature in wanted:
+            if feature.is_encoded:
+                for position, first in zip(sound, starts.tolist(), strict=True):
+                    rows = slice(first, first + int(of.lengths[position]))
+                    times = values["timestamp"][rows]
+                    column = None if feature.dtype == "video" else table[feature.name]
+                    try:
+                        yield from self._frames(feature, position, times, column, rows, block_bytes)
+                    except CorpusError as error:
+                        self._judge.condemn(position, error)
+
+    @staticmethod
+    def _read(path: Path, columns: Sequence[Feature]) -> tuple[Any, dict[str, Array]]:
+        """Return the table of a Parquet file, and its columns of numbers by name."""
         with file_errors(path, "V10"):
             # A table of one file needs no data set of Arrow, which takes longer to make.
             with arrow().ParquetFile(path) as file:
@@ -362,37 +410,7 @@ class LeRobotFrames:
                 for each in columns
                 if not each.is_encoded
             }
-        checks = LeRobotChecks(of, self._judge, self.location, name, positions, values)
-        places = {position: at for at, position in enumerate(checks.positions)}
-        if not places.keys() >= set(kept):
-            return
-        at = [places[position] for position in kept]
-        starts, lengths = checks.starts[at], of.lengths[list(kept)]
-        self._check_stats(list(kept), values, starts, lengths)
-        is_whole = len(at) and int(lengths.sum()) == len(table)
-        order: Any = slice(None)
-        if not is_whole or not np.array_equal(starts, lengths.cumsum() - lengths):
-            order = np.concatenate(
-                [
-                    np.arange(first, first + count)
-                    for first, count in zip(starts, lengths, strict=True)
-                ]
-            )
-        yield {
-            each.key: _stored(values[each.name][order], each)
-            for each in wanted
-            if not each.is_encoded
-        }
-        for feature in wanted:
-            if feature.is_encoded:
-                for position, first in zip(kept, starts.tolist(), strict=True):
-                    rows = slice(first, first + int(of.lengths[position]))
-                    times = values["timestamp"][rows]
-                    column = None if feature.dtype == "video" else table[feature.name]
-                    try:
-                        yield from self._frames(feature, position, times, column, rows, block_bytes)
-                    except CorpusError as error:
-                        self._judge.condemn(position, error)
+        return table, values
 
     def _frames(
         self,
@@ -440,7 +458,7 @@ class LeRobotFrames:
     ) -> None:
         """Report statistics that are not those of the frames (V74)."""
         of = self._set
-        if not (of.stats or of.total_stats) or not lengths.all():
+        if not (of.stats or of.total_stats) or not len(lengths) or not lengths.all():
             return
         for feature in of.features:
             found = values.get(feature.name)
@@ -477,6 +495,12 @@ class LeRobotFrames:
 def _stored(values: Array, feature: Feature) -> Array:
     is_end = feature.key in (TERMINATED, TRUNCATED)
     return values.reshape(len(values), 1) if is_end else values
+
+
+def _spread(rows: Array, places: npt.NDArray[np.bool_]) -> Array:
+    found = np.zeros((len(places), *rows.shape[1:]), rows.dtype)
+    found[places] = rows
+    return found
 
 
 def _objects(values: Sequence[bytes]) -> Array:
