@@ -55,9 +55,7 @@ def table_layouts() -> dict[str, TableLayout]:
 
 
 def table_layout_of(path: Path) -> TableLayout | None:
-    """Return the layout of a folder that holds a table; None for other data."""
-    if not path.is_dir():
-        return None
+    """Return the layout of a folder or file that holds a table; None for other data."""
     return next((each for each in table_layouts().values() if each.recognizes(path)), None)
 
 

@@ -489,6 +489,10 @@ def _layout_of(path: Path) -> TableLayout:
     return found
 
 
+def _files(path: Path, layout: TableLayout) -> list[Path]:
+    return [path] if path.is_file() else files_below(path, layout.suffixes)
+
+
 def table_facts(path: Path, stack: ExitStack) -> tuple[Facts, Table]:
     """Return information about a table and its rows, from a conversion without images.
 
@@ -500,7 +504,7 @@ def table_facts(path: Path, stack: ExitStack) -> tuple[Facts, Table]:
         CorpusError: no episode can be converted.
     """
     layout = _layout_of(path)
-    files = files_below(path, layout.suffixes)
+    files = _files(path, layout)
     source = layout.open(unread_sources(files), Policies(), Judge("skip", RuleFindings()))
     images = [column.key for column in source.columns if column.frames]
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replaykit-")))
@@ -546,7 +550,7 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
     notes = RuleFindings()
     judge = Judge("skip", notes)
     try:
-        source = layout.open(unread_sources(files_below(path, layout.suffixes)), Policies(), judge)
+        source = layout.open(unread_sources(_files(path, layout)), Policies(), judge)
         kept = source.episodes.lengths > 0
         kept[list(judge.bad)] = False
         checks = ValueChecks(source, kept, judge)

@@ -59,7 +59,7 @@ def kind_of(path: Path) -> str:
         raise FileNotFoundError(f"{path} is not there")
     require_plain(path)
     if path.is_file():
-        return "H5 file"
+        return "H5 file" if table_layout_of(path) is None else "table"
     said = _format(path / "manifest.json")
     if said == CORPUS:
         return "corpus"
@@ -74,8 +74,8 @@ def kind_of(path: Path) -> str:
     if h5_files(path):
         return "H5 folder"
     raise ValueError(
-        f"expected a data set, a checkpoint, a recording, a buffer's directory, or H5 files, got "
-        f"{path}, which holds none of them"
+        "expected a data set, a checkpoint, a recording, a buffer's directory, H5 files, or a set "
+        f"of LeRobot, Zarr, Minari or RLDS, got {path}, which holds none of them"
     )
 
 
@@ -111,7 +111,8 @@ def opened(
 
     Args:
         path: a converted data set, a checkpoint, a recording, the directory of a memory-mapped
-            buffer, a LeRobot data set, an H5 file, or a folder of H5 files.
+            buffer, a data set of LeRobot, Zarr, Minari or RLDS, an H5 file, or a folder of H5
+            files.
         layout: the name of the layout of H5 files. ``None`` guesses the layout.
         most_bytes: number of bytes of each key that are read for statistics, from rows at even
             intervals. ``None`` reads all rows. Stored statistics are returned without reading rows.
@@ -421,10 +422,11 @@ _META_NAME: Final = "meta.json"
 
 
 def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
-    """Check a data set, a checkpoint, a recording, or a buffer on disk.
+    """Check a data set, a checkpoint, a recording, a buffer on disk, or a table.
 
     Args:
-        path: the directory.
+        path: the directory, or the ``.zip`` file of a Zarr table. Tables are the data sets of
+            LeRobot, Zarr, Minari's Arrow and RLDS.
         advance: called with the number of bytes checked since the last call.
 
     Returns:

@@ -224,8 +224,8 @@ class TableLayout:
         """
         raise NotImplementedError(f"expected open() of {type(self).__name__}, got none")
 
-    def recognizes(self, folder: Path) -> bool:
-        """Return whether a folder has this layout, from the names of files in it."""
+    def recognizes(self, path: Path) -> bool:
+        """Return whether a folder or file has this layout, from the names of files."""
         return False
 
     def repair(self, folder: Path) -> list[str]:

@@ -94,8 +94,8 @@ class LeRobotLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return LeRobotFrames(read_set(sources), self.video, policies, judge)
 
-    def recognizes(self, folder: Path) -> bool:
-        return (folder / INFO).is_file()
+    def recognizes(self, path: Path) -> bool:
+        return (path / INFO).is_file()
 
     def repair(self, folder: Path) -> list[str]:
         repair = Repair(folder)

@@ -65,8 +65,8 @@ class MinariArrowLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return _MinariTable(sources, judge)
 
-    def recognizes(self, folder: Path) -> bool:
-        return any(_format_of(folder / name / METADATA) in _FORMATS for name in ("", "data"))
+    def recognizes(self, path: Path) -> bool:
+        return any(_format_of(path / name / METADATA) in _FORMATS for name in ("", "data"))
 
 
 MINARI_ARROW: Final = MinariArrowLayout()

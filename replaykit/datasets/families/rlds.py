@@ -65,8 +65,8 @@ class RldsLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return _RldsTable(sources, judge)
 
-    def recognizes(self, folder: Path) -> bool:
-        return (folder / _FEATURES).is_file() and (folder / _INFO).is_file()
+    def recognizes(self, path: Path) -> bool:
+        return (path / _FEATURES).is_file() and (path / _INFO).is_file()
 
 
 RLDS: Final = RldsLayout()

@@ -93,8 +93,8 @@ class ZarrLayout(TableLayout):
     def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
         return _ZarrTable(sources, policies, judge)
 
-    def recognizes(self, folder: Path) -> bool:
-        return (folder / _ENDS).is_dir()
+    def recognizes(self, path: Path) -> bool:
+        return (path / _ENDS).is_dir() or (path.suffix == ".zip" and path.is_file())
 
 
 ZARR: Final = ZarrLayout()

@@ -8,6 +8,7 @@ from tests.datasets.families import test_minari_arrow, test_rlds, test_zarr
 
 SETS = {
     "zarr": (test_zarr.write, 20, "3 episodes of layout zarr without a fault"),
+    "zarr.zip": (test_zarr.write, 20, "3 episodes of layout zarr without a fault"),
     "minari-arrow": (
         lambda path: test_minari_arrow.write(path, "arrow"), 14,
         "3 episodes of layout minari-arrow without a fault",
@@ -16,10 +17,11 @@ SETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", SETS)
-def test_folders_are_recognized(layout, command, tmp_path):
-    write, rows, says = SETS[layout]
-    path = tmp_path / "set"
+@pytest.mark.parametrize("name", SETS)
+def test_folders_and_archives_are_recognized(name, command, tmp_path):
+    write, rows, says = SETS[name]
+    layout = name.removesuffix(".zip")
+    path = tmp_path / f"set{name.removeprefix(layout)}"
     write(path)
     done = command("validate", path)
     assert (done.code, says in done.out) == (0, True), done
