@@ -85,7 +85,7 @@ def convert(
         CorpusError: a file breaks a rule of its layout, or does not match its SHA-256. The message
             names file, episode, key and rule. The class is a subclass of ValueError.
         ValueError: the policies name a key or dtype that no file has. Or a file is a pipe, a device
-            or a socket, or has a name that is not UTF-8.
+            or a socket, or has a name that is not UTF-8. Or ``dest`` is in a folder of a table.
         FileNotFoundError: a file does not exist, or a directory holds no H5 file.
         DownloadError, PermissionError: as in `download`.
         OSError: a file cannot be read, or the disk has too little room. The message names the file.
@@ -127,6 +127,7 @@ def convert(
     elif layout is None:
         raise TypeError(f"expected a layout for {files!r:.80}, got None")
     else:
+        check_outside(dest, files, layout)
         sources = local_sources(
             files,
             natural=layout.natural_files,
@@ -164,6 +165,24 @@ def open(
         FileNotFoundError: [Errno 2] No such file or directory: ...
     """
     return CorpusExperienceReplay(dest, batch_size, sampler=sampler, **kwargs)
+
+
+def check_outside(dest: str | Path, files: Files, layout: Layout | TableLayout) -> None:
+    """Check that a data set would not be in a folder of a table, whose files are all read.
+
+    Raises:
+        ValueError: the data set would be there.
+    """
+    home = Path(os.path.realpath(dest))
+    for path in map(_path, _given(files)):
+        if isinstance(layout, TableLayout) and Path(os.path.realpath(path)) in (
+            home,
+            *home.parents,
+        ):
+            raise ValueError(
+                f"{dest}: expected a directory outside of the source {path}, whose files it would "
+                "join; choose another directory for the data set"
+            )
 
 
 def local_sources(

@@ -19,6 +19,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.converting import (
     Files,
+    check_outside,
     digest_of,
     known_digest,
     local_sources,
@@ -331,6 +332,8 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
     def _flat(self) -> Published:
         if self.download is False:
             return self._require(self.data_path_root)
+        if self.source is not None:
+            check_outside(self.data_path_root, self.source, self._rules)
         return ensure_dataset(
             self.data_path_root,
             get_sources=self._sources,

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from replaykit import (
     AmagoTrajectories,
     LazyTensorStorage,
+    LeRobotExperienceReplay,
     ReplayBuffer,
     TrajectoryChunks,
     TrajectoryWriter,
@@ -97,6 +98,29 @@ def memory(**changes: Any) -> Memory:
 def source(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text("a")
     return tmp_path / "a.txt"
+
+
+@pytest.mark.parametrize("dest", ["", "a/b", "../link/b"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder, dest: convert(folder, memory(), dest),
+        lambda folder, dest: LeRobotExperienceReplay(
+            "me", 1, source=folder, root=dest, layout=memory()
+        ),
+    ],
+)
+def test_no_data_set_is_made_in_the_folder_of_its_source(
+    call: Any, dest: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (tmp_path / "link").symlink_to(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=f"expected a directory outside of the source {folder}"):
+        call(folder, folder / dest)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def spoil(row: int, value: Any) -> Any:
