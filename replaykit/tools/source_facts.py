@@ -553,7 +553,7 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
         source = layout.open(unread_sources(_files(path, layout)), Policies(), judge)
         kept = source.episodes.lengths > 0
         kept[list(judge.bad)] = False
-        checks = ValueChecks(source, kept, judge)
+        checks = ValueChecks(source, source.columns, kept, judge)
         at = {column.key: 0 for column in source.columns}
         for block in source.blocks(kept, [*at], _BLOCK_BYTES):
             for key, values in block.items():

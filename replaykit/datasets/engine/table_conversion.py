@@ -42,7 +42,7 @@ from replaykit.datasets.publishing import hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
-from replaykit.filesystem import disk_errors, remove_tree
+from replaykit.filesystem import NoRoomError, disk_errors, remove_tree
 from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
 
 _REWARD: Final[Key] = ("next", "reward")
@@ -100,13 +100,31 @@ def convert_table(
         for path in directory.iterdir():
             remove_tree(path)
         known = len(judge.bad)
-        writer = _Writer(directory, source, wanted, kept, policies, judge)
+        try:
+            writer = _Writer(directory, source, wanted, kept, policies, judge)
+        except NoRoomError:
+            # A wrong shape or length breaks a rule. It must not look like a disk that is too small.
+            _read_first(source, kept, [column.key for column in wanted], judge)
+            if len(judge.bad) == known:
+                raise
+            continue
         writer.write(block_bytes, progress)
         if len(judge.bad) == known:
             writer.find_copies(choice)
         if len(judge.bad) == known:
             break
     return writer.finish(sources, layout, identity, made, options)
+
+
+def _read_first(
+    source: TableSource, kept: npt.NDArray[np.bool_], keys: Sequence[Key], judge: Judge
+) -> None:
+    """Read a source until each column has given a row, or to its end if an episode is bad."""
+    unread, known = set(keys), len(judge.bad)
+    for block in source.blocks(kept, keys, 1):
+        unread -= block.keys()
+        if not unread and len(judge.bad) == known:
+            return
 
 
 class _Digests:
@@ -142,7 +160,7 @@ class _Writer:
         judge: Judge,
     ) -> None:
         self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
-        self._checks = ValueChecks(source, kept, judge)
+        self._checks = ValueChecks(source, wanted, kept, judge)
         self.positions, self._where = self._checks.positions, self._checks.where
         self._starts, self._stops = self._checks.starts, self._checks.stops
         self._kept, self._known = kept, len(judge.bad)

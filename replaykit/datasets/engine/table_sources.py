@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.datasets.engine.h5_checks import MOST_CHUNK_BYTES
 from replaykit.datasets.engine.layout import ALWAYS
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge, Policies
@@ -136,21 +138,36 @@ class ValueChecks:
 
     Args:
         source: the source of the blocks.
+        columns: the columns that are read.
         kept: the episodes whose rows are read, bool ``[E]``.
         judge: decides about episodes that break a rule.
 
     Attributes:
         positions: the positions of the k kept episodes, int64 ``[k]``.
         starts, stops: their first rows and their ends in the blocks, int64 ``[k]``.
+
+    Raises:
+        CorpusError: one value of a column has more than 1 GiB (V10).
     """
 
-    def __init__(self, source: TableSource, kept: npt.NDArray[np.bool_], judge: Judge) -> None:
+    def __init__(
+        self,
+        source: TableSource,
+        columns: Sequence[SourceColumn],
+        kept: npt.NDArray[np.bool_],
+        judge: Judge,
+    ) -> None:
         self._source, self._judge = source, judge
-        self._names = {column.key: column.source for column in source.columns}
+        self._names = {column.key: column.source for column in columns}
         self.positions = np.flatnonzero(kept)
         lengths = source.episodes.lengths[self.positions]
         self.stops = lengths.cumsum()
         self.starts = self.stops - lengths
+        for column in columns:
+            size = math.prod(column.shape) * column.dtype.itemsize
+            if size > MOST_CHUNK_BYTES and len(lengths):
+                what = f"one value has {size:,} bytes, but at most {MOST_CHUNK_BYTES:,} are read"
+                raise self.where(0, column.key).error(what, "V10")
 
     def check(self, key: Key, values: Array, start: int) -> None:
         """Check rows of a column from ``start`` on."""

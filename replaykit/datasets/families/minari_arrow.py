@@ -164,6 +164,12 @@ class _MinariTable:
                 raise ValueError(f"total_steps is {self._lengths[number]}")
             seed = said.get("seed")
             seeds[number] = seed if type(seed) is int and 0 <= seed < 1 << 63 else -1
+        size = sum(names[name].stat().st_size for name in files)
+        if self._lengths[number] > size:  # few files have more steps than bytes
+            try:
+                self._check_length(len(self._table(number)), number)
+            except CorpusError as error:
+                self._judge.condemn(number, error)
 
     def _spaces(self, said: Mapping[str, Any], role: str) -> Iterator[_Part]:
         space = parsed_space(said.get(f"{role}_space", "null"), self._where)
@@ -285,10 +291,8 @@ class _MinariTable:
 
     def _rows(self, position: int) -> dict[Key, Array]:
         table, length = self._table(position), int(self._lengths[position])
-        path, name = self._files[position][0]
-        if len(table) != length + 1:
-            what = f"has {len(table)} entries, expected {length + 1} for {length} steps"
-            raise Location(path, name, f"episode_{position}").error(what, "V34")
+        path = self._files[position][0][0]
+        self._check_length(len(table), position)
         found: dict[Key, Array] = {}
         with file_errors(path, "V10"):
             for part in self._parts:
@@ -305,6 +309,12 @@ class _MinariTable:
                 column = table[name].slice(0, length)
                 found[key] = values_of(column, Feature(name, key, dtype, (1,)))
         return found
+
+    def _check_length(self, entries: int, position: int) -> None:
+        (path, name), length = self._files[position][0], int(self._lengths[position])
+        if entries != length + 1:
+            what = f"has {entries} entries, expected {length + 1} for {length} steps"
+            raise Location(path, name, f"episode_{position}").error(what, "V34")
 
     def _values(self, part: _Part, column: Any, path: Path) -> Array:
         feature = part.feature

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import IO, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.engine.h5_checks import MOST_CHUNK_BYTES
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
@@ -167,6 +169,7 @@ class _Store:
             raise where.error("expected a list of integers", "V10")
         if self._unstored(_ENDS, ends).any():
             raise where.error("a chunk is missing", "V76")
+        _check_size(where, "it", ends.shape, ends.dtype)
         with _zarr_errors(where):
             self.stops = np.asarray(ends[:]).astype(np.int64)
         wrong = np.diff(self.stops, prepend=0) < 0
@@ -184,7 +187,9 @@ class _Store:
                 raise self.where.at(key=f"data/{name}").error(what, "V11")
             unstored = self._unstored(f"data/{name}", array)
             if unstored.any():
-                self.missing[name] = np.repeat(unstored, self._grid(array)[0])[:rows]
+                self.missing[name] = np.repeat(unstored, array.chunks[0] or 1)[:rows]
+            # Zarr reserves memory for whole chunks before it decodes them.
+            _check_size(self.where.at(key=f"data/{name}"), "a chunk", array.chunks, array.dtype)
 
     def _open(self, name: str) -> Any:
         """Open an array after a check of its codecs; None for a group."""
@@ -207,35 +212,71 @@ class _Store:
     def _description(self, name: str) -> Any:
         for file in (".zarray", "zarr.json"):
             if f"{name}/{file}" in self._members:
-                found = json.loads(self._read(f"{name}/{file}"))
+                with self._opened(f"{name}/{file}") as opened:
+                    found = json.load(opened)
                 return found if found.get("node_type", "array") == "array" else None
         raise KeyError(f"{name} is missing")
 
-    def _read(self, member: str) -> bytes:
-        if self._zip is not None:
-            return self._zip.read(member)
-        return (self.where.file / member).read_bytes()
-
-    def _grid(self, array: Any) -> tuple[int, ...]:
-        """Return the shape of the parts that are stored as one: chunks, or shards of them."""
-        return tuple(max(1, size) for size in array.shards or array.chunks)
+    def _opened(self, member: str) -> IO[bytes]:
+        return self._zip.open(member) if self._zip else (self.where.file / member).open("rb")
 
     def _unstored(self, name: str, array: Any) -> npt.NDArray[np.bool_]:
         """Return which chunks along the rows are not stored whole. Zarr reads them as filled."""
-        grid = self._grid(array)
+        # Files hold chunks, or shards of chunks.
+        grid = tuple(max(1, size) for size in array.shards or array.chunks)
         counts = [-(-size // chunk) for size, chunk in zip(array.shape, grid, strict=True)]
         members = set(self._below.get(name, ()))  # a ZIP file may have a name twice
-        if counts[0] > len(members) + _MOST_MISSING:
-            what = f"{counts[0] - len(members)} chunks are missing"
-            raise self.where.at(key=name).error(what, "V76")
-        stored = np.zeros(counts[0], np.int64)
+        per = grid[0] // (array.chunks[0] or 1)
+        stored: dict[int, int] = {}
+        lacks: list[tuple[int, npt.NDArray[np.bool_]]] = []
         for member in members:
             match = _CHUNK.fullmatch(member)
             index = [int(part) for part in re.split(r"[./]", match[1])] if match else []
             # Chunks beyond the shape remain after an array was made smaller.
             if len(index) == len(counts) and all(map(int.__lt__, index, counts)):
-                stored[index[0]] += 1
-        return stored < int(np.prod(counts[1:]))
+                if array.shards:
+                    rows = self._unstored_in(name, member, array, index)
+                    if rows is None:
+                        continue
+                    lacks.append((index[0] * per, rows))
+                stored[index[0]] = stored.get(index[0], 0) + 1
+        absent = (counts[0] - len(stored)) * per
+        if absent > _MOST_MISSING:
+            raise self.where.at(key=name).error(f"{absent} chunks are missing", "V76")
+        each = math.prod(counts[1:])
+        is_whole = np.full(counts[0], each == 0)
+        is_whole[[at for at, count in stored.items() if count == each]] = True
+        found = np.repeat(~is_whole, per)
+        for start, rows in lacks:
+            found[start : start + len(rows)] |= rows
+        return found
+
+    def _unstored_in(
+        self, name: str, member: str, array: Any, index: Sequence[int]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Return which chunks along the rows of a shard are missing; None without a whole index."""
+        where, codec = self.where.at(key=f"{name}/{member}"), array.metadata.codecs[0]
+        with _zarr_errors(where), self._opened(f"{name}/{member}") as file:
+            per = [shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)]
+            said = [each.to_dict() for each in codec.index_codecs]
+            names = [each["name"] for each in said]
+            if names not in (["bytes"], ["bytes", "crc32c"]):
+                raise where.error(f"its index has the codecs {names}, which are not read", "V03")
+            size = 16 * math.prod(per) + 4 * (len(names) - 1)
+            if codec.index_location.value == "end":
+                file.seek(max(0, file.seek(0, 2) - size))
+            found = file.read(size)
+            if len(found) < size:
+                return None
+            order = "<u8" if said[0]["configuration"]["endian"] == "little" else ">u8"
+            entries = np.frombuffer(found, order, 2 * math.prod(per)).reshape(*per, 2)
+        # Chunks beyond the shape are not stored.
+        inside = tuple(
+            slice(max(0, -(-rows // chunk) - at * count))
+            for rows, chunk, at, count in zip(array.shape, array.chunks, index, per, strict=True)
+        )
+        missing = entries[..., 0][inside] == np.iinfo(np.uint64).max
+        return np.asarray(missing.reshape(len(missing), -1).any(1))
 
     def read(self, name: str, start: int, stop: int) -> Array:
         """Read rows of an array.
@@ -247,6 +288,14 @@ class _Store:
             array = self.arrays[name]
             found: Array = np.asarray(array[start:stop]).astype(_native(array), copy=False)
             return found
+
+
+def _check_size(where: Location, what: str, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+    """Check a size in bytes before memory for it is allocated (V03)."""
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_CHUNK_BYTES:
+        text = f"{what} has {size:,} bytes, but at most {MOST_CHUNK_BYTES:,} are read at once"
+        raise where.error(text, "V03")
 
 
 def _native(array: Any) -> np.dtype[Any]:

@@ -365,6 +365,10 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "shape": (
         of_info(lambda info: info["features"]["action"].update(shape=[3])), "V10", r"\(2,\)"
     ),
+    "huge shape": (
+        of_info(lambda info: info["features"]["action"].update(shape=[10**14])),
+        "V10", "action: one value has 400,000,000,000,000 bytes",
+    ),
     "video shape": (
         of_info(lambda info: info["features"]["observation.images.top"].update(shape=[9, 9, 3])),
         "V10", "32 x 48",

@@ -118,6 +118,11 @@ WRONG = {
         "total_steps is 3",
         "V15",
     ),
+    "huge episode": (
+        lambda d: edited(d / "1/metadata.json", total_steps=10**14),
+        r"1/part-0\.arrow: episode_1: has 2 entries, expected 100000000000001",
+        "V34",
+    ),
     "more episodes": (
         lambda d: edited(d / "metadata.json", total_episodes=4),
         "episode_3: files",
