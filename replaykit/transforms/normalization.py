@@ -145,8 +145,9 @@ class RunningNorm(_Scaling):
     """A transform that subtracts the mean from columns and divides them by their deviation.
 
     Each number of a row has separate statistics, in float64. Reads do not change stored rows.
-    Padding rows keep their values, and are not counted. Before the first row, columns are read
-    unchanged. Checkpoints contain the statistics.
+    Padding rows keep their values, and are not counted. A column does not count its rows that have
+    an infinite number or NaN. Before the first row, columns are read unchanged. Checkpoints contain
+    the statistics.
 
     Args:
         keys: a list of keys of columns.
@@ -254,7 +255,10 @@ class RunningNorm(_Scaling):
             ]
             self._moments = list(found)
 
-    def _after(self, old: Moments | None, rows: torch.Tensor) -> Moments:
+    def _after(self, old: Moments | None, rows: torch.Tensor) -> Moments | None:
+        rows = rows[rows.isfinite().flatten(1).all(1)] if rows.ndim > 1 else rows[rows.isfinite()]
+        if not len(rows):
+            return old
         if self.kind == "window":
             if old is not None:
                 assert old.recent is not None

@@ -62,6 +62,8 @@ def test_statistics_are_those_of_all_rows_with_their_weights(kind: str, update_o
     rb = buffer(norm)
     assert norm.moments("x") is None
     for number, part in enumerate(parts()):
+        if number:  # rows without a finite number in each place are not counted
+            part = np.insert(part, number % len(part), [0, [-math.inf, math.nan][number % 2], 1], 0)
         if update_on == "write":
             rb.extend(rows(part)) if number else rb.add(rows(part)[0])
         else:
