@@ -12,6 +12,7 @@ from replaykit import native
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
 from replaykit.episodes import CountLaw, EpisodeIndex, Found
 from replaykit.schema import Schema
+from replaykit.storages.tensor_bytes import carried
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
 
@@ -245,7 +246,9 @@ class Markers:
                 value = False if is_flag else self.pad_value[()]
             if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
                 value = int(value.real)
-            leaf.masked_fill_(padding.view(-1, *[1] * (leaf.ndim - 1)), value)
+            shape = [-1, *[1] * (leaf.ndim - 1)]
+            number = torch.tensor(value, dtype=leaf.dtype, device=leaf.device)
+            carried(leaf).masked_fill_(padding.view(shape), carried(number))
 
 
 def _edge(window: Any, real: Any | None, *, last: bool) -> Any:

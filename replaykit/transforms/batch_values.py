@@ -13,7 +13,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
-from replaykit.transforms.history import Surroundings, over_features
+from replaykit.transforms.history import Surroundings, filled, over_features
 from replaykit.transforms.transform import Transform
 
 _MASK_KEYS: Final[tuple[Key, ...]] = (("validity_mask",), ("collector", "mask"))
@@ -197,7 +197,7 @@ def real_of(mask: np.ndarray[Any, Any] | None, data: Any) -> torch.Tensor | None
 
 def _with_padding(old: Any, new: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     if old is None:
-        return new.masked_fill(over_features(~real, new), 0)
+        return filled(new, ~real, 0)
     return keep_padding(real, new, old)
 
 

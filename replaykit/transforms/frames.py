@@ -23,6 +23,7 @@ from replaykit.transforms.history import (
     Stacks,
     Surroundings,
     as_tensor_like,
+    filled,
     over_features,
     require,
 )
@@ -499,8 +500,8 @@ class PreviousStep(HistoryTransform):
                     f"init: expected a number that {dtype} can hold, for {format_key(name)}, got "
                     f"{init:g}"
                 )
-            return values.masked_fill(over_features(begins, values), int(init))
-        return values.masked_fill(over_features(begins, values), init)
+            init = int(init)
+        return filled(values, begins, init)
 
     def _in_order(self) -> list[Path]:
         return sorted(self.keys, key=lambda key: key[0] != "next")

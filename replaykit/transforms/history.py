@@ -184,10 +184,7 @@ class Surroundings(ABC):
         leaves, missing = self.seen(stacks.rows), stacks.missing
         if missing is None or not missing.any():
             return leaves
-        return {
-            key: leaf.masked_fill(over_features(as_tensor_like(missing, leaf), leaf), 0)
-            for key, leaf in leaves.items()
-        }
+        return {key: filled(leaf, as_tensor_like(missing, leaf), 0) for key, leaf in leaves.items()}
 
     def seen(self, around: Around) -> dict[Path, torch.Tensor]:
         """Return fetched leaves with the changes of earlier transforms that relabel rows."""
@@ -348,6 +345,13 @@ def over_features(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if more == 0:
         return values
     return values.unsqueeze(-1) if more == 1 else values.reshape(*values.shape, *[1] * more)
+
+
+def filled(values: torch.Tensor, rows: torch.Tensor, number: float) -> torch.Tensor:
+    """Return a copy of values ``[B, *k, *F]`` with a number where ``rows``, bool ``[B, *k]``."""
+    # `masked_fill` lacks some dtypes.
+    new = torch.tensor(number, dtype=values.dtype, device=values.device)
+    return torch.where(over_features(rows, values), new, values)
 
 
 def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:

@@ -17,7 +17,7 @@ from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
     as_tensor_like,
-    over_features,
+    filled,
 )
 
 Array = np.ndarray[Any, Any]
@@ -97,7 +97,7 @@ class Shift(HistoryTransform):
         found = {self.out: value}
         if self.on_short == "mask":
             known = as_tensor_like(valid[:, None], value)
-            found[self.out] = value.masked_fill(~over_features(known[:, 0], value), 0)
+            found[self.out] = filled(value, ~known[:, 0], 0)
             found[self.valid] = known
         set_all(data, found)
         return data

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
     ReplayBuffer,
+    Shift,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StackFrames,
 )
 
 Make = Callable[..., ReplayBuffer]
@@ -148,6 +151,25 @@ def test_invalid_options_are_refused_when_drawing(draw: str, sliced: Make) -> No
         rb.sample(6)
     assert not rb.can_sample(6)
     assert rb.can_sample(12)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_padding_and_missing_rows_of_all_dtypes_are_filled(dtype: torch.dtype) -> None:
+    x, done = torch.tensor([3, 4, 2**15 + 5]).to(dtype), torch.tensor([False, False, True])
+    rows = TensorDict({"x": x, "y": x, "next": {"done": done}}, [3])
+    rb = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=60)
+    rb.extend(rows)
+    for options, value in (({}, 0), ({"pad_value": 2**15 + 1}, 2**15 + 1)):
+        rb.set_sampler(SliceSampler(slice_len=4, pad="right", **options))
+        batch = rb.sample()
+        real = batch["collector", "mask"].flatten()
+        assert batch["x"].dtype == dtype
+        assert set(batch["x"].long()[real].tolist()) == set(x.long().tolist())
+        assert set(batch["x"].long()[~real].tolist()) == {value}
+    rb.append_transform(StackFrames(["x"], 2, pad="zero"))
+    rb.append_transform(Shift("y", 1, "mask"))
+    assert rb[:]["x"].long().tolist() == [[0, 3], [3, 4], [4, 2**15 + 5]]
+    assert rb[:]["y+1"].long().tolist() == [4, 2**15 + 5, 0]
 
 
 def test_values_of_padding_are_for_stored_keys(sliced: Make) -> None:
