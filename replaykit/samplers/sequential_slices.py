@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -11,8 +12,8 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.declared import encode_state, within
-from replaykit.episodes import Found
-from replaykit.errors import NotEnoughData
+from replaykit.episodes import EpisodeIndex, Found
+from replaykit.errors import NoEpisodeColumns, NotEnoughData
 from replaykit.keywords import whole_number
 from replaykit.samplers.episode_measures import chosen_order
 from replaykit.samplers.slices import SliceSampler
@@ -141,16 +142,10 @@ class _SequentialSlices(SliceSampler):
         """Continue after these windows at the next draw."""
         time = (found.base + found.rest)[-1:]
         element = int(request.episodes.element(time, found.lane[-1:])[0])
-        age = self._ages(request, storage, time, found.lane[-1:])
+        age = _ages(request.episodes, storage, time, found.lane[-1:])
         mark = _mark(storage, element)
         self._cursor = _Cursor(element, False, int(found.lane[-1]), mark, int(age[0]))
         self._home = weakref.ref(storage)
-
-    def _ages(self, request: SliceRequest, storage: Storage, time: Array, lane: Array) -> Array:
-        """Return the age of each row's episode. Episodes are in the order of their age."""
-        index = request.episodes
-        begin = index.begins(time, lane)
-        return index.positions(begin, lane) if storage.ledger.oldest_first else begin
 
     def _resume_at(self, request: SliceRequest, storage: Storage) -> _Resume | None:
         """Return the position of the cursor; None if its successor cannot be found."""
@@ -163,7 +158,7 @@ class _SequentialSlices(SliceSampler):
                 return None
             return _Resume(cursor.age, cursor.lane, cursor.include)
         time, lane = request.episodes.time_and_lane(np.array([cursor.element]))
-        age = self._ages(request, storage, time, lane)
+        age = _ages(request.episodes, storage, time, lane)
         return _Resume(int(age[0]), int(lane[0]), cursor.include, time)
 
     def _from(
@@ -187,7 +182,7 @@ class _SequentialSlices(SliceSampler):
         while have < count and (at < until).any():
             live = np.nonzero(at < until)[0]
             heads = order.find(at[live])
-            age = self._ages(request, storage, heads.base, heads.lane)
+            age = _ages(request.episodes, storage, heads.base, heads.lane)
             if len(live) > 1:  # the next windows come from the lanes with the oldest episodes
                 live = live[np.lexsort((heads.lane, age))[: count - have]]
             each = np.minimum(until[live] - at[live], count - have)
@@ -196,7 +191,7 @@ class _SequentialSlices(SliceSampler):
             number += at[live][source]
             found = order.find(number)
             if len(live) > 1:
-                age = self._ages(request, storage, found.base, found.lane)
+                age = _ages(request.episodes, storage, found.base, found.lane)
                 by_age = np.lexsort((found.lane, age))[: count - have]
                 found = Found(*(field[by_age] for field in found))
                 source = source[by_age]
@@ -228,7 +223,7 @@ class _SequentialSlices(SliceSampler):
                 return low
             middle = (low[open_] + high[open_]) // 2
             found = order.find(middle)
-            age = self._ages(request, storage, found.base, found.lane)
+            age = _ages(request.episodes, storage, found.base, found.lane)
             # Interleaved streams get other lane numbers at every draw. Their episodes all have
             # different ages.
             same = (age == cursor.age) & (found.lane > cursor.lane)
@@ -250,7 +245,7 @@ class _SequentialSlices(SliceSampler):
         if cursor.time is not None or not _interleaved(request):
             before &= lanes == cursor.lane
         found = order.find(at[before] - 1)
-        own = self._ages(request, storage, found.base, found.lane) == cursor.age
+        own = _ages(request.episodes, storage, found.base, found.lane) == cursor.age
         if not own.any():
             return None
         found = Found(*(field[own] for field in found))
@@ -282,6 +277,19 @@ class _SequentialSlices(SliceSampler):
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
         self._home = weakref.ref(storage)
+
+    def about_to_write(self) -> None:
+        """Find the episode of a loaded cursor, whose row may be overwritten."""
+        super().about_to_write()
+        cursor, storage = self._cursor, self._known_storage()
+        if cursor is None or cursor.mark >= 0 or storage is None:
+            return
+        with contextlib.suppress(NoEpisodeColumns):
+            index = self._slicing.boundaries.index(storage)
+            time, lane = index.time_and_lane(np.array([cursor.element]))
+            age = int(_ages(index, storage, time, lane)[0])
+            mark = _mark(storage, cursor.element)
+            self._cursor = cursor._replace(lane=int(lane[0]), mark=mark, age=age)
 
     def empty(self) -> None:
         super().empty()
@@ -373,6 +381,12 @@ class _SequentialSlices(SliceSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_home": None}
+
+
+def _ages(index: EpisodeIndex, storage: Storage, time: Array, lane: Array) -> Array:
+    """Return the age of each row's episode. Episodes are in the order of their age."""
+    begin = index.begins(time, lane)
+    return index.positions(begin, lane) if storage.ledger.oldest_first else begin
 
 
 def _interleaved(request: SliceRequest) -> bool:

@@ -121,6 +121,23 @@ def test_a_place_that_was_loaded_and_overwritten(sliced: Make, rows: Callable[..
     assert _firsts(other, 2, 2) == [4, 6]
 
 
+def test_a_place_in_a_lane_that_was_loaded_and_overwritten(rows: Callable[..., Any]) -> None:
+    def make() -> ReplayBuffer:
+        sampler = SliceSampler(slice_len=2, draw="sequential")
+        return ReplayBuffer(storage=LazyTensorStorage(12, ndim=2), sampler=sampler, batch_size=2)
+
+    def firsts(rb: ReplayBuffer, count: int) -> list[int]:
+        return [int(rb.sample()["t"][0]) for _ in range(count)]
+
+    rb, other = make(), make()
+    rb.extend(torch.stack([rows([6]), rows([6], start=100)]))
+    assert firsts(rb, 4) == [0, 2, 4, 100]
+    other.load_state_dict(rb.state_dict())
+    for buffer in (rb, other):
+        buffer.extend(torch.stack([rows([2], start=6), rows([2], start=106)]))
+        assert firsts(buffer, 4) == [102, 104, 6, 106]
+
+
 @pytest.mark.parametrize(
     "change", [{"element": "3"}, {"include": 1}, {"pass_index": None}, {"element": -2}]
 )
