@@ -12,7 +12,7 @@ from replaykit import native
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup
 from replaykit.episodes import CountLaw, EpisodeIndex, Found
 from replaykit.schema import Schema
-from replaykit.storages.tensor_bytes import carried
+from replaykit.storages.memory import carried
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, FLAG_KEYS, format_key, unravel
 

@@ -195,9 +195,7 @@ class ValueChecks:
         self.fail(early, start, key, "is set before the end of the episode", "V31")
         return slice(low, high), lasts
 
-    def fail(
-        self, wrong: npt.NDArray[np.bool_], start: int, key: Key, what: str, rule: str
-    ) -> None:
+    def fail(self, wrong: Any, start: int, key: Key, what: str, rule: str) -> None:
         """Report the first wrong row of each episode."""
         if not wrong.any():
             return
