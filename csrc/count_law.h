@@ -1,4 +1,4 @@
-// The rule that counts the windows of an episode. replaykit/episodes/episode_laws.py defines the
+// The rule that counts the windows of an episode. replaykit/episodes/boundaries.py defines the
 // parameters.
 #pragma once
 

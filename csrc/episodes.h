@@ -1,4 +1,4 @@
-// Boundaries of episodes among the rows of streams. replaykit/episodes/episode_laws.py defines
+// Boundaries of episodes among the rows of streams. replaykit/episodes/boundaries.py defines
 // codes and heads. No Python, no torch, no global state. Unless a comment says otherwise, the
 // caller has checked all arguments.
 #pragma once

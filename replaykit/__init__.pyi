@@ -76,11 +76,9 @@ from replaykit.distributed import (
     ShardLoss,
 )
 from replaykit.environments import (
+    EpisodeAssembler,
     VectorSteps,
     transition,
-)
-from replaykit.episode_assembler import (
-    EpisodeAssembler,
 )
 from replaykit.feeds import (
     AlfCheckpoint,
@@ -178,6 +176,7 @@ from replaykit.transfer import (
 )
 from replaykit.transforms.discounting import (
     Bootstrap,
+    ReturnToGo,
 )
 from replaykit.transforms.frames import (
     FrameStream,
@@ -202,17 +201,13 @@ from replaykit.transforms.neighbours import (
     Shift,
     Tag,
     WindowLast,
+    Windows,
 )
 from replaykit.transforms.normalization import (
     Normalize,
+    Pad,
     RunningNorm,
     Unnormalize,
-)
-from replaykit.transforms.padding import (
-    Pad,
-)
-from replaykit.transforms.return_to_go import (
-    ReturnToGo,
 )
 from replaykit.transforms.trajectory_edits import (
     TrajectoryTransform,
@@ -233,9 +228,6 @@ from replaykit.transforms.value_transforms import (
     RewardScale,
     RewardShift,
     SelectTransform,
-)
-from replaykit.transforms.windows import (
-    Windows,
 )
 from replaykit.writers.episode_writer import (
     EpisodeWriter,

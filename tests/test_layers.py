@@ -21,7 +21,7 @@ ABOVE_ONE_ANOTHER = [
     {"datasets", "distributed"},
     {"mixture", "feeds"},
     {"buffer"},
-    {"episode_assembler", "samplers", "writers", "transforms"},
+    {"samplers", "writers", "transforms"},
     {"environments", "pace", "priorities", "storages"},
     {"checkpoint", "episodes", "recovery"},
     {"schema"},

@@ -6,8 +6,8 @@ from replaykit.buffer.buffer_variants import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from replaykit.buffer.conditional_updates import ConditionalUpdateResult
 from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.episodes import Episode, Episodes
 from replaykit.buffer.replay_buffer import ReplayBuffer
 

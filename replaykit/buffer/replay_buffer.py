@@ -38,15 +38,15 @@ from replaykit.buffer.components import (
     checked_prefetch,
     consuming_sampler,
 )
-from replaykit.buffer.conditional_updates import (
+from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.draw import checked_batch_size
+from replaykit.buffer.edit import (
     ConditionalUpdateResult,
     checked_handles,
     checked_patch,
     patchable,
     patched,
 )
-from replaykit.buffer.dataloader import BufferLoader
-from replaykit.buffer.draw import checked_batch_size
 from replaykit.buffer.episodes import Episodes, tag_episodes
 from replaykit.buffer.events import Event, Observers
 from replaykit.buffer.prefetch import Draw, Prefetcher

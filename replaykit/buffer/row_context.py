@@ -14,8 +14,8 @@ from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
-from replaykit.storages.history_kernels import Before, Led, StepsPlan
 from replaykit.storages.indexing import ravel
+from replaykit.storages.row_kernels import Before, Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.history import HistoryTransform, Prepared, Stacks, Surroundings

@@ -27,8 +27,8 @@ from replaykit.distributed.host import (
     part_and_facts,
     readiness,
 )
+from replaykit.distributed.protocol import ITSELF, Message, pack
 from replaykit.distributed.requests import RemoteResult, Reply, running_ray
-from replaykit.distributed.wire_format import ITSELF, Message, pack
 from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 

@@ -15,8 +15,8 @@ from replaykit.buffer.buffer_dataset import check_loaded
 from replaykit.buffer.deliver import deliver_batch
 from replaykit.buffer.draw import draw_apart
 from replaykit.buffer.source import BatchStreams, BufferSource, MemberFacts, check_hosted
+from replaykit.distributed.protocol import ITSELF, Message, pack, seal, unpack
 from replaykit.distributed.requests import Failed
-from replaykit.distributed.wire_format import ITSELF, Message, pack, seal, unpack
 from replaykit.errors import RateLimiterTimeout
 from replaykit.storages import TensorStorage
 from replaykit.writers import RoundRobinWriter, TensorDictRoundRobinWriter

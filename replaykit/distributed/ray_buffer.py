@@ -17,6 +17,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
 from replaykit.distributed.handle import RESTARTING, Forwarding, checked_count, forwarding
 from replaykit.distributed.host import TOGETHER, Host, check_ahead
+from replaykit.distributed.protocol import Message
 from replaykit.distributed.requests import (
     RemoteResult,
     Reply,
@@ -25,7 +26,6 @@ from replaykit.distributed.requests import (
     one_of,
     running_ray,
 )
-from replaykit.distributed.wire_format import Message
 from replaykit.distributed.write_queue import WriteQueue, leave_all
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after

@@ -18,8 +18,7 @@ from typing import Any
 from typing_extensions import Self
 
 from replaykit._ray import ray_module
-from replaykit.distributed.protocol import ShardSilent
-from replaykit.distributed.wire_format import Message, unpack
+from replaykit.distributed.protocol import Message, ShardSilent, unpack
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import checked_timeout
 

@@ -17,8 +17,7 @@ from replaykit.buffer.deliver import merged, shaped
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
 from replaykit.distributed.requests import JointReply, Taken
-from replaykit.distributed.routing import rows_of, scattered
-from replaykit.distributed.shard_config import DrawLaw
+from replaykit.distributed.shard_config import DrawLaw, rows_of, scattered
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
 from replaykit.pace import SAMPLE
 from replaykit.samplers import Sampler

@@ -23,9 +23,17 @@ from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state, encode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
-from replaykit.distributed.routing import ByKey, InTurn, rows_of, scattered
-from replaykit.distributed.shard_config import ClientState, SavedHead, ShardRecipe, ShardsState
-from replaykit.distributed.write_barrier import missing_parts
+from replaykit.distributed.shard_config import (
+    ByKey,
+    ClientState,
+    InTurn,
+    SavedHead,
+    ShardRecipe,
+    ShardsState,
+    rows_of,
+    scattered,
+)
+from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.schema import split_leaves

@@ -17,7 +17,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.buffer import ReplayBuffer
-from replaykit.buffer.conditional_updates import Patch, patched
+from replaykit.buffer.edit import Patch, patched
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
@@ -25,7 +25,7 @@ from replaykit.declared import decode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
 from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.distributed.shard_saves import check_sampler, load_share
-from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp
+from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp
 from replaykit.errors import CheckpointError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build

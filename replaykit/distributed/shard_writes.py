@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from replaykit._compat import as_tensor, is_tensordict
-from replaykit.buffer.conditional_updates import (
+from replaykit.buffer.edit import (
     ConditionalUpdateResult,
     check_tracked,
     checked_handles,
@@ -25,8 +25,8 @@ from replaykit.buffer.priorities import update_from_sample, without_priorities, 
 from replaykit.distributed.members import Sent, ShardMembers
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.requests import RemoteResult, Reply
-from replaykit.distributed.routing import check_stored, positions_of
-from replaykit.distributed.write_barrier import Stamp
+from replaykit.distributed.shard_config import check_stored, positions_of
+from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT

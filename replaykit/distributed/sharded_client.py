@@ -12,15 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from replaykit.buffer.components import DataT
-from replaykit.buffer.conditional_updates import ConditionalUpdateResult
 from replaykit.buffer.deliver import should_merge
+from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
 from replaykit.distributed.handle import Handle, checked_count
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
 from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
-from replaykit.distributed.routing import ByKey, InTurn, Router, check_stored, rows_by
-from replaykit.distributed.shard_config import law_of
+from replaykit.distributed.shard_config import ByKey, InTurn, Router, check_stored, law_of, rows_by
 from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (

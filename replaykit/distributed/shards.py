@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from replaykit._ray import actor_class, ray_module, start_ray
 from replaykit.distributed.host import Host
-from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss
+from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss, pack
 from replaykit.distributed.requests import Reply, fetch, running_ray
 from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
@@ -25,7 +25,6 @@ from replaykit.distributed.shard_pacing import (
     ShardsPace,
 )
 from replaykit.distributed.shard_server import ShardHolder
-from replaykit.distributed.wire_format import pack
 from replaykit.pace import RateLimiter
 from replaykit.structure import Node
 

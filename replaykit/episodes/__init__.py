@@ -1,12 +1,13 @@
 """Indexes of the episodes among stored rows, updated as rows are written."""
 
-from replaykit.episodes.boundaries import BoundaryRule, CutMarks
-from replaykit.episodes.episode_laws import (
+from replaykit.episodes.boundaries import (
     EPISODES,
     NOTHING,
     ROWS,
     WINDOWS,
+    BoundaryRule,
     CountLaw,
+    CutMarks,
     EndReason,
     Found,
     Head,

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replaykit.episodes.boundaries import BoundaryRule, BoundColumns, positions_from, seams
-from replaykit.episodes.episode_laws import (
+from replaykit.episodes.boundaries import (
     CONTINUES,
     RESTORED,
     SEVERED,
     WINDOWS,
+    BoundaryRule,
+    BoundColumns,
     CountLaw,
     EndReason,
     Found,
     Head,
+    positions_from,
+    seams,
 )
 from replaykit.episodes.streams import (
     ColumnReader,

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from replaykit import native
-from replaykit.episodes.boundaries import BoundaryRule
-from replaykit.episodes.episode_laws import CountLaw, EpisodeTable, Found, Head
+from replaykit.episodes.boundaries import BoundaryRule, CountLaw, EpisodeTable, Found, Head
 from replaykit.native import row_stride
 from replaykit.structure import Path
 

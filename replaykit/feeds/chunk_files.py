@@ -29,9 +29,9 @@ from replaykit._compat import dtype_name
 from replaykit.filesystem import disk_errors, make_directory, private_path
 from replaykit.native import crc32
 from replaykit.schema import Schema
-from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Leaf, build, raw_bytes
 from replaykit.structure import Path as Key
+from replaykit.transfer import BatchMemory
 
 Partition = Literal["fifo", "protected"]
 """The folders below a root. Only chunks of the first one are evicted."""

@@ -38,8 +38,8 @@ from replaykit.filesystem import make_directory
 from replaykit.interrupts import Lock, check
 from replaykit.keywords import checked_keywords, named_after
 from replaykit.recovery.locks import Exclusive
-from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.column_storage import ColumnStorage
+from replaykit.transfer import BatchMemory
 
 _SUFFIXES: Final = tuple(set(FORMATS.values()))
 _OWNER: Final = ".owner"

@@ -2,8 +2,7 @@
 
 from replaykit.mixture.choosing import SamplerEnsemble
 from replaykit.mixture.ensemble import ReplayBufferEnsemble
-from replaykit.mixture.member_parts import StorageEnsemble, WriterEnsemble
-from replaykit.mixture.weights import Ramp
+from replaykit.mixture.member_parts import Ramp, StorageEnsemble, WriterEnsemble
 from replaykit.mixture.whole_batches import JointBatch, ScheduledChoice
 
 __all__ = [

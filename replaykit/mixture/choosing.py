@@ -14,8 +14,14 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.source import BufferSource, Readiness
 from replaykit.declared import Count, read_value
 from replaykit.errors import NotEnoughData, NotReady
-from replaykit.mixture.member_parts import StorageEnsemble, check_members, check_parts, chosen
-from replaykit.mixture.weights import MemberWeights, Ramp
+from replaykit.mixture.member_parts import (
+    MemberWeights,
+    Ramp,
+    StorageEnsemble,
+    check_members,
+    check_parts,
+    chosen,
+)
 from replaykit.samplers import Sampler
 from replaykit.samplers.window_measures import integers, uniform
 from replaykit.storages import Storage

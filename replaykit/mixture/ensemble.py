@@ -33,10 +33,9 @@ from replaykit.keywords import checked_keywords, named_after
 from replaykit.mixture import mixture_saving
 from replaykit.mixture.choosing import SamplerEnsemble, member_named
 from replaykit.mixture.joining import INDEX, BatchParts, length_of, merged, select, stacked
-from replaykit.mixture.member_parts import StorageEnsemble, WriterEnsemble, chosen, refused
+from replaykit.mixture.member_parts import Ramp, StorageEnsemble, WriterEnsemble, chosen, refused
 from replaykit.mixture.mixture import Mixture, MixtureDraw
 from replaykit.mixture.mixture_priorities import update_from_batch, update_rows
-from replaykit.mixture.weights import Ramp
 from replaykit.structure import map_leaves
 from replaykit.transfer import device_named
 from replaykit.transforms import Compose

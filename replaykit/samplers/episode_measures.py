@@ -11,7 +11,7 @@ import torch
 
 from replaykit import native
 from replaykit.episodes import Found, Head
-from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.episodes.boundaries import CONTINUES
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import one_of
 from replaykit.priorities import SumSegmentTree

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import WINDOWS
-from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.episodes.boundaries import CONTINUES
 from replaykit.keywords import checked_keywords, one_of
 from replaykit.priorities import MinSegmentTree, SumSegmentTree
 from replaykit.samplers.episode_measures import (

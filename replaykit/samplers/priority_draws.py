@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import CountLaw, EpisodeIndex
-from replaykit.episodes.episode_laws import CONTINUES
+from replaykit.episodes.boundaries import CONTINUES
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.priority_table import PriorityTable

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.episodes.episode_laws import CONTINUES, SWITCHED
+from replaykit.episodes.boundaries import CONTINUES, SWITCHED
 from replaykit.errors import NoEpisodeColumns
 from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm

@@ -470,7 +470,7 @@ class SliceSampler(Sliced):
 
             return super().__new__(_SequentialSlices)
         if draw == "round_robin":
-            from replaykit.samplers.round_robin import _RoundRobinSlices
+            from replaykit.samplers.sequential_slices import _RoundRobinSlices
 
             return super().__new__(_RoundRobinSlices)
         return super().__new__(cls)

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from replaykit.episodes import EpisodeIndex
-from replaykit.episodes.episode_laws import RESTORED, SEVERED
+from replaykit.episodes.boundaries import RESTORED, SEVERED
 from replaykit.episodes.streams import stream_keys
-from replaykit.schema import Rows, Schema
+from replaykit.schema import Matcher, Rows, Schema
 from replaykit.storages.columns import Columns
 from replaykit.storages.content import Content
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.episode_indexes import EpisodeIndexes
+from replaykit.storages.episode_tags import state_of_subset
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
@@ -25,8 +26,6 @@ from replaykit.storages.indexing import (
 )
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
-from replaykit.storages.saved_episodes import state_of_subset
-from replaykit.storages.schema_match import Matcher
 from replaykit.storages.storage import Storage
 from replaykit.structure import Path, build
 from replaykit.ted import format_key, unravel

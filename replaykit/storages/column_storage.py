@@ -11,7 +11,7 @@ import torch
 from replaykit._compat import TensorDict, dtype_name
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import SchemaError
-from replaykit.schema import Rows, Schema, split_leaves
+from replaykit.schema import MatchedRows, Matcher, Rows, Schema, split_leaves
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
 from replaykit.storages.dedup_columns import DedupColumns
@@ -30,7 +30,6 @@ from replaykit.storages.indexing import (
 )
 from replaykit.storages.memory import allocate, carried
 from replaykit.storages.records import plan_records
-from replaykit.storages.schema_match import MatchedRows, Matcher
 from replaykit.structure import Branch, Leaf, Node, Path
 from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
 

@@ -11,8 +11,6 @@ from replaykit._compat import arange
 from replaykit.checkpoint.dirty_chunks import Changes
 from replaykit.schema import Schema
 from replaykit.storages import row_kernels
-from replaykit.storages.batch_memory import BatchMemory
-from replaykit.storages.history_kernels import Frames, StepsAhead, StepsPlan
 from replaykit.storages.indexing import (
     check_range,
     ravel,
@@ -21,9 +19,10 @@ from replaykit.storages.indexing import (
 )
 from replaykit.storages.memory import allocate, carried, overlaps, picked, picked_views, reach
 from replaykit.storages.records import PackedLeaves, RecordLayout, plan_records, runs_of
-from replaykit.storages.row_kernels import NativeRows
+from replaykit.storages.row_kernels import Frames, NativeRows, StepsAhead, StepsPlan
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
+from replaykit.transfer import BatchMemory
 
 
 class ColumnMemory:

@@ -13,7 +13,6 @@ from replaykit import native
 from replaykit.native import row_stride
 from replaykit.recovery.recovery_folder import Tables, check_file
 from replaykit.schema import Schema
-from replaykit.storages.batch_memory import REUSED_FROM
 from replaykit.storages.columns import Columns
 from replaykit.storages.next_rows import Pairs
 from replaykit.storages.records import alone, plan_records
@@ -21,6 +20,7 @@ from replaykit.storages.references import followed_references
 from replaykit.storages.row_files import RowFiles, grow_in_files, rows_as_bytes
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS
+from replaykit.transfer import REUSED_FROM
 
 if TYPE_CHECKING:
     from replaykit.storages.recoverable import Recovery

@@ -12,17 +12,18 @@ import torch
 
 from replaykit.declared import decode_state
 from replaykit.episodes import BoundaryRule, CutMarks, EpisodeIndex
-from replaykit.episodes.episode_laws import RESTORED, SEVERED
+from replaykit.episodes.boundaries import RESTORED, SEVERED
 from replaykit.schema import Rows, Schema
 from replaykit.storages.change_log import ChangeKind, LoggedChange
-from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
-from replaykit.storages.ledger import Ledger
-from replaykit.storages.saved_episodes import (
+from replaykit.storages.episode_tags import (
+    EpisodeData,
     EpisodeState,
+    EpisodeTags,
     MovedPositions,
     heads_of,
     moved_tags,
 )
+from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags, format_key, unused_flags
 

@@ -13,14 +13,14 @@ from tensordict import is_tensorclass, lazy_stack
 from replaykit._compat import TensorDictBase, arange, clone, is_tensordict, lookup
 from replaykit.declared import decode_state
 from replaykit.episodes import CutMarks
-from replaykit.episodes.episode_laws import RESTORED
+from replaykit.episodes.boundaries import RESTORED
 from replaykit.errors import SchemaError
 from replaykit.keywords import checked_keywords
 from replaykit.storages.content import Content, RowsState, to_plain
+from replaykit.storages.episode_tags import MovedPositions
 from replaykit.storages.indexing import as_index, as_slots
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
-from replaykit.storages.saved_episodes import MovedPositions
 from replaykit.storages.storage import Storage
 from replaykit.structure import Path, from_numbers
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, format_key

@@ -14,8 +14,8 @@ import torch
 from replaykit._compat import dtype_by_name, dtype_name
 from replaykit.checkpoint import RowChunks
 from replaykit.schema import Schema
-from replaykit.storages.batch_memory import REUSED_FROM, BatchMemory
 from replaykit.structure import Path
+from replaykit.transfer import REUSED_FROM, BatchMemory
 
 
 def runs_of(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:

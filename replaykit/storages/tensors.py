@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from replaykit.episodes.streams import stream_keys
 from replaykit.keywords import Replaced, checked_keywords, named_after, old_name
-from replaykit.schema import Rows, Schema, split_leaves
+from replaykit.schema import MatchedRows, Rows, Schema, split_leaves
 from replaykit.storages.column_storage import AnyColumns, ColumnStorage
 from replaykit.storages.columns import Columns, Grow, grow_in_memory
 from replaykit.storages.content import Content
@@ -34,7 +34,6 @@ from replaykit.storages.next_rows import (
 from replaykit.storages.recoverable import Recovery
 from replaykit.storages.recoverable_files import make_columns
 from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows
-from replaykit.storages.schema_match import MatchedRows
 from replaykit.storages.shared_storage import HOW, begin_sharing, memory_folder
 from replaykit.structure import build
 from replaykit.ted import format_key

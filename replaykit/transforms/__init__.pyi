@@ -2,6 +2,7 @@
 
 from replaykit.transforms.discounting import (
     Bootstrap,
+    ReturnToGo,
 )
 from replaykit.transforms.frames import (
     FrameStream,
@@ -26,17 +27,13 @@ from replaykit.transforms.neighbours import (
     Shift,
     Tag,
     WindowLast,
+    Windows,
 )
 from replaykit.transforms.normalization import (
     Normalize,
+    Pad,
     RunningNorm,
     Unnormalize,
-)
-from replaykit.transforms.padding import (
-    Pad,
-)
-from replaykit.transforms.return_to_go import (
-    ReturnToGo,
 )
 from replaykit.transforms.trajectory_edits import (
     TrajectoryTransform,
@@ -57,9 +54,6 @@ from replaykit.transforms.value_transforms import (
     RewardScale,
     RewardShift,
     SelectTransform,
-)
-from replaykit.transforms.windows import (
-    Windows,
 )
 
 __all__ = [

@@ -1,24 +1,34 @@
-"""Sum discounted rewards, and mark the rows from which a target may bootstrap."""
+"""Sum discounted rewards, and store Monte-Carlo returns when episodes end."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from replaykit._compat import lookup
+from replaykit._compat import is_tensordict, lookup, new_tensordict
 from replaykit.declared import Positive, read_value
-from replaykit.episodes import EndReason
+from replaykit.episodes import EndReason, EpisodeIndex
+from replaykit.keywords import one_of
+from replaykit.storages import Storage
+from replaykit.storages.change_log import ChangeKind
+from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
-from replaykit.ted import TERMINATED, format_key, unravel
-from replaykit.transforms.batch_values import as_share, last_real, set_all, set_real
+from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
+from replaykit.transforms.batch_values import as_number, as_share, last_real, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
     as_tensor_like,
     over_features,
+    require,
 )
+from replaykit.transforms.trajectory_edits import EditedEpisodes
+from replaykit.transforms.transform import Transform
 
 Array = np.ndarray[Any, Any]
 
@@ -206,3 +216,432 @@ class Bootstrap(HistoryTransform):
         parts = [] if self.boundary == TERMINATED else [format_key(self.boundary)]
         parts += ["per_window=True"] if self.per_window else []
         return f"Bootstrap({', '.join(parts)})"
+
+
+_VALID: Final[Key] = ("return_valid",)
+
+
+class ReturnToGo(Transform):
+    """A transform that stores with every row its discounted return.
+
+    The return is the discounted sum of rewards from the row to the end of its episode. The
+    transform adds two columns to written rows: ``key``, filled with ``default``, and
+    ``return_valid``, filled with False. When an episode ends, its stored rows get
+    ``G_t = sum_k gamma^(k-t) * reward_k``, for k from t to the last row. Their ``return_valid``
+    becomes True. Samples and checkpoints have both columns.
+
+    Rows of open episodes, and of episodes that were cut without a flag, keep the default. But rows
+    up to the last ``boundary`` of any episode have their return once the boundary is written.
+
+    If stored flags change, or rows change by ``rb[i] = ...``, the next write recomputes all
+    returns. If only stored rewards change, returns are not recomputed. After a
+    ``TrajectoryTransform``, reading a batch gives the returns of the edited episodes.
+
+    Returns have the shape of the rewards. They have the floating dtype of the rewards, or torch's
+    default dtype for integer rewards. ``return_valid`` is bool ``[N, 1]``. Sums are computed in
+    float64.
+
+    Args:
+        gamma: discount, in [0, 1].
+        reward_clip: ``(min, max)``, the range to which rewards are clipped before they are summed.
+            Pass the range here even if another transform clips rewards on read.
+        default: value for rows that have no return yet. If returns are used as lower bounds, choose
+            a default below all possible returns, or use ``return_valid``.
+        boundary: key of a flag that ends sums. The sum of a row with this flag is its own reward.
+            The next row starts a new sum. The rows up to it are known at once, whatever ends the
+            episode later. Use ``boundary`` for signals that do not end an episode,
+            such as the loss of a life.
+        on_truncated: "default": rows of truncated episodes keep the default. "bootstrap": their
+            sums have the additional term ``gamma^(n-t) * V``. V is the value of the state after the
+            last row.
+        key: key of the returns.
+        value: the source of V, with "bootstrap". It is a stored key, which is read at the last row.
+            Or it is a function of a TensorDict ``[k]`` that contains ``next`` of the last rows of k
+            episodes. V has the shape of the rewards, ``[k, *F]``. The buffer calls the function
+            with its lock held.
+        reward: key of the rewards, ``[*F]`` per row; each number is summed separately.
+
+    Raises:
+        TypeError: an argument is not a number or a key; on write, data is not a TensorDict.
+        ValueError: ``gamma`` is outside [0, 1]; ``reward_clip`` has min above max; ``on_truncated``
+            is unknown; "bootstrap" is given without ``value``, or ``value`` without "bootstrap";
+            values and rewards differ in shape.
+        KeyError: on write, rewards, a ``boundary`` other than the default one, or the key of
+            ``value`` is absent.
+        RuntimeError: on write, the storage has no episode index.
+        ValueError: when a buffer is made, its rows are those of a data set without returns.
+
+    Cost: a check of each written row. When an episode of n rows ends, its returns take O(n log n).
+    Episodes that end in the same write are computed together.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from replaykit import LazyTensorStorage, ReplayBuffer, ReturnToGo
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=ReturnToGo(gamma=0.5))
+        >>> done = torch.tensor([[False], [False], [True], [False]])
+        >>> _ = rb.extend(TensorDict({"next": {
+        ...     "reward": torch.tensor([[1.0], [2.0], [4.0], [8.0]]),
+        ...     "terminated": done, "done": done}}, [4]))
+        >>> rb[:]["episode_return"].squeeze(-1), rb[:]["return_valid"].squeeze(-1)
+        (tensor([3., 4., 4., 0.]), tensor([ True,  True,  True, False]))
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        reward_clip: tuple[float, float] | None = None,
+        default: float = 0.0,
+        boundary: Any = TERMINATED,
+        on_truncated: str = "default",
+        key: Any = "episode_return",
+        *,
+        value: Any = None,
+        reward: Any = ("next", "reward"),
+    ) -> None:
+        self.gamma = as_share("gamma", gamma)
+        self.reward_clip = None if reward_clip is None else _checked_clip(reward_clip)
+        self.default = as_number("default", default)
+        self.boundary = unravel(boundary)
+        one_of("on_truncated", on_truncated, ("default", "bootstrap"))
+        if (value is None) == (on_truncated == "bootstrap"):
+            raise ValueError(
+                "expected value with on_truncated='bootstrap', and None otherwise, got "
+                f"on_truncated={on_truncated!r} and value={value!r}"
+            )
+        self.on_truncated = on_truncated
+        self.key, self.reward = unravel(key), unravel(reward)
+        if self.key in (_VALID, self.reward):
+            raise ValueError(
+                f"key: expected neither the key of the rewards nor 'return_valid', got "
+                f"{format_key(self.key)}"
+            )
+        self.value: Callable[[Any], Any] | Key | None = None
+        if value is not None:
+            self.value = value if callable(value) else unravel(value)
+        self._forget()
+
+    def _forget(self) -> None:
+        # The place in each storage's log up to which returns are computed.
+        self._seen: weakref.WeakKeyDictionary[Storage, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    # -- on write -------------------------------------------------------------------------------
+
+    def inv(self, data: Any) -> Any:
+        """Return written rows with both columns; the given TensorDict does not change.
+
+        Raises:
+            TypeError: the data is not a TensorDict.
+            KeyError: a needed column is absent.
+        """
+        if isinstance(data, (list, tuple)) and data and all(map(is_tensordict, data)):
+            data = torch.stack(list(data))
+        if not is_tensordict(data):
+            raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
+        needed = [self.reward]
+        if self.boundary != TERMINATED:
+            needed.append(self.boundary)
+        if isinstance(self.value, tuple):
+            needed.append(self.value)
+        reward = require(data, needed, self)[self.reward]
+        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
+        data = data.copy()
+        data.set(self.key, torch.full_like(reward, self.default, dtype=dtype))
+        shape = (*data.batch_size, 1)
+        data.set(_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
+        return data
+
+    def check_parts(self, storage: Storage, writer: Any) -> None:
+        """Raise ValueError if no row gets returns, because the rows are those of a data set."""
+        schema = storage.schema
+        if writer.kind == "immutable" and schema is not None and self.key not in schema.leaves:
+            raise ValueError(
+                f"ReturnToGo adds {format_key(self.key)} when rows are written, and expected a "
+                f"buffer that can be written to, got {type(writer).__name__}; "
+                "prefill_replay_buffer copies a data set into a buffer"
+            )
+
+    def check_rows(self, storage: Storage, rows: Any) -> None:
+        """Raise an error if new rows cannot get returns.
+
+        Raises:
+            RuntimeError: the storage has no episode index.
+            ValueError: rows are whole trajectories.
+        """
+        _require_columns(storage)
+        for key in end_flags(rows.leaves):
+            flag = rows.leaves[key]
+            if flag.shape[storage.ndim :].numel() != 1:
+                raise ValueError(
+                    f"key {format_key(key)}: expected one flag per row, got "
+                    f"{list(flag.shape[storage.ndim :])}; ReturnToGo cannot be used where rows are "
+                    "whole trajectories"
+                )
+
+    def written(self, storage: Storage) -> None:
+        """Fill in the returns of the episodes that have ended since the last call.
+
+        The buffer calls this after every write, with the lock of the storage held.
+
+        Raises:
+            RuntimeError: the storage has no episode index.
+            ValueError: values differ from rewards in shape.
+        """
+        storage = _require_columns(storage)
+        if not storage.initialized:
+            return
+        index, ledger = storage.episodes, storage.ledger
+        seen = self._seen.get(storage)
+        outdated = _is_outdated(storage, index, None if seen is None else seen[0])
+        whole = seen is None or outdated
+        slots = np.arange(ledger.length) if whole else np.unique(ledger.written_since(seen)[1])
+        ended = index.ended_among(slots)
+        chosen = self._computed(ended[2])
+        if not outdated and chosen.any():
+            # Rows have returns after a load, or if another process has written them.
+            known = self._gather(storage, index, [_VALID], *ended[:2])[_VALID]
+            chosen &= ~known.flatten(1).any(1).cpu().numpy()
+        element, returns = torch.zeros(0, dtype=torch.int64, device="cpu"), None
+        ends = [part[chosen] for part in ended]
+        before = self._before_boundaries(storage, index, slots, ends, known_only=not outdated)
+        ends = [np.concatenate(pair) for pair in zip(ends, before, strict=True)]
+        if len(ends[0]):
+            element, returns = self._sums(storage, index, *ends)
+        if outdated:
+            self._replace_all(storage, element, returns)
+        elif returns is not None:
+            valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
+            storage.put(element, {self.key: returns, _VALID: valid})
+        self._seen[storage] = ledger.place_in_log
+
+    def resized(self, storage: Storage) -> None:
+        """Keep the returns of stored rows, which have moved in a storage of another capacity."""
+        self._seen.pop(storage, None)
+
+    def _before_boundaries(
+        self,
+        storage: ColumnStorage,
+        index: EpisodeIndex,
+        slots: Array,
+        ends: list[Array],
+        *,
+        known_only: bool,
+    ) -> list[Array]:
+        """Return time, lane and code of the last boundaries in episodes without a return.
+
+        Args:
+            slots: the rows that are new.
+            ends: the ends of episodes that get returns now.
+            known_only: leave out boundaries whose rows have returns already.
+        """
+        nothing = np.zeros(0, np.int64)
+        if self.boundary == TERMINATED or self.boundary not in storage.require().schema.leaves:
+            return [nothing, nothing, nothing]
+        lanes = storage.lanes.numel()
+        element = elements_of(slots, lanes)
+        read = storage.require().gather_keys([self.boundary, _VALID], torch.from_numpy(element))
+        flag, valid = (_any(read[key]) for key in (self.boundary, _VALID))
+        element = element[flag & ~(valid & known_only)]
+        time, lane = index.time_and_lane(element)
+        order = np.lexsort((time, lane))
+        time, lane = time[order], lane[order]
+        _, last = index.spans(time, lane)
+        # The last boundary of each episode, unless the whole episode gets returns.
+        newest = np.append((last[1:] != last[:-1]) | (lane[1:] != lane[:-1]), True)[: len(time)]
+        whole = set(zip(ends[0].tolist(), ends[1].tolist(), strict=True))
+        pairs = zip(last.tolist(), lane.tolist(), strict=True)
+        newest &= np.fromiter((pair not in whole for pair in pairs), bool, len(last))
+        return [time[newest], lane[newest], np.zeros(int(newest.sum()), np.int64)]
+
+    def _replace_all(
+        self, storage: ColumnStorage, element: torch.Tensor, returns: torch.Tensor | None
+    ) -> None:
+        """Store the returns of these elements, and the default in all other rows."""
+        leaf, shape, rows = storage.leaf(self.key), storage.visible_shape(), len(storage)
+        values = torch.full((rows, *leaf.shape), self.default, dtype=leaf.dtype, device="cpu")
+        valid = torch.zeros(rows, 1, dtype=torch.bool, device="cpu")
+        if returns is not None:
+            values[element], valid[element] = returns, True
+        columns = {self.key: values.view(*shape, *leaf.shape), _VALID: valid.view(*shape, 1)}
+        storage.edit_columns(columns)
+
+    def _computed(self, code: Array) -> Array:
+        """Return a bool mask of the ended episodes that get returns."""
+        if self.on_truncated == "bootstrap":
+            return np.ones(len(code), bool)
+        return code == int(EndReason.TERMINATED)
+
+    def _sums(
+        self, storage: ColumnStorage, index: EpisodeIndex, last: Array, lane: Array, code: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements and the returns of all stored rows of episodes.
+
+        ``last``, ``lane`` and ``code`` are those of the last rows.
+        """
+        first, _ = index.spans(last, lane)
+        rows = last - first + 1
+        of_row = np.repeat(np.arange(len(rows)), rows)
+        time = np.arange(len(of_row)) - (np.cumsum(rows) - rows - first)[of_row]
+        keys = [self.reward]
+        if self.boundary in storage.require().schema.leaves:
+            keys.append(self.boundary)
+        leaves = self._gather(storage, index, keys, time, lane[of_row])
+        value = None
+        truncated = code == int(EndReason.TRUNCATED)
+        if truncated.any():
+            at = truncated.nonzero()[0]
+            wanted = [self.value] if isinstance(self.value, tuple) else _under_next(storage)
+            found = self._gather(storage, index, wanted, last[at], lane[at])
+            value = self._values(found, leaves[self.reward], truncated)
+        returns = self._returns(leaves, rows, value).to(storage.leaf(self.key).dtype)
+        return torch.from_numpy(index.element(time, lane[of_row])), returns
+
+    @staticmethod
+    def _gather(
+        storage: ColumnStorage, index: EpisodeIndex, keys: list[Path], time: Array, lane: Array
+    ) -> dict[Path, torch.Tensor]:
+        rows = torch.from_numpy(index.element(time, lane))
+        return storage.require().gather_keys(keys, rows)
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    def _values(
+        self, found: dict[Path, torch.Tensor], reward: torch.Tensor, truncated: Array
+    ) -> Array:
+        """Return V of each episode, float64 ``[E, *F]``; 0 if the episode terminated."""
+        if isinstance(self.value, tuple):
+            value = found[self.value]
+        else:
+            assert self.value is not None
+            value = self.value(_nested(found, int(truncated.sum())))
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"value: expected a tensor, got {type(value).__name__}")
+        expected = (int(truncated.sum()), *reward.shape[1:])
+        if value.shape != expected:
+            raise ValueError(
+                f"value: expected the shape of the rewards, {list(expected)}, got "
+                f"{list(value.shape)}"
+            )
+        values = np.zeros((len(truncated), *reward.shape[1:]))
+        values[truncated] = value.detach().to("cpu", torch.float64).numpy()
+        return values
+
+    def _returns(
+        self, leaves: dict[Path, torch.Tensor], rows: Array, value: Array | None
+    ) -> torch.Tensor:
+        """Return the returns ``[n, *F]`` of consecutive whole episodes, on the CPU."""
+        reward = leaves[self.reward]
+        sums = reward.detach().to("cpu", torch.float64, copy=True).numpy()
+        if self.reward_clip is not None:
+            np.clip(sums, *self.reward_clip, out=sums)
+        last = np.cumsum(rows) - 1
+        stops = np.zeros(len(sums), bool)
+        flag = leaves.get(self.boundary)
+        if flag is not None:
+            stops = _any(flag)
+        if value is not None:
+            on = ~stops[last]  # no value is added after a boundary
+            sums[last[on]] += self.gamma * value[on]
+        stops[last] = True
+        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
+        return torch.from_numpy(discounted_returns(sums, stops, self.gamma)).to(dtype)
+
+    def edited(self, episodes: EditedEpisodes) -> None:
+        """Recompute the returns of episodes that a ``TrajectoryTransform`` has edited."""
+        leaves = episodes.leaves
+        if not {self.key, _VALID, self.reward} <= set(leaves):
+            return
+        reason, rows = episodes.reasons, episodes.counts
+        truncated = reason == int(EndReason.TRUNCATED)
+        ended = (reason == int(EndReason.TERMINATED)) | truncated
+        ended[ended] = self._computed(reason[ended])
+        value = None
+        if self.value is not None and truncated.any():
+            at = torch.from_numpy((np.cumsum(rows) - 1)[truncated])
+            found = {key: leaf[at.to(leaf.device)] for key, leaf in leaves.items()}
+            if isinstance(self.value, tuple):
+                found = {self.value: found[self.value]}
+            else:
+                found = {key: leaf for key, leaf in found.items() if key[0] == "next"}
+            value = self._values(found, leaves[self.reward], truncated)
+        returns = self._returns(leaves, rows, value)
+        known = np.repeat(ended, rows)
+        if self.boundary != TERMINATED and self.boundary in leaves:
+            # Rows up to the last boundary of their episode: those from which one follows.
+            flag = _any(leaves[self.boundary])
+            stop = np.repeat(np.cumsum(rows), rows)
+            upto = np.append(0, np.cumsum(flag))
+            known |= upto[stop] > upto[np.arange(len(stop))]
+        valid = torch.from_numpy(known)
+        old = leaves[self.key]
+        returns = torch.where(over_features(valid, returns), returns, self.default)
+        leaves[self.key] = returns.to(old.device, old.dtype)
+        leaves[_VALID] = valid.view(-1, 1).to(old.device)
+
+    def __repr__(self) -> str:
+        return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
+
+
+def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
+    """Return whether stored rows have moved, or may end other episodes, since ``seen``.
+
+    Without ``seen``, only changes since the last load count, because loaded rows have returns.
+    """
+    changes = storage.ledger.log.since(seen or 0)
+    if changes is None:
+        return seen is not None
+    moves, outdated, paths = {ChangeKind.MOVE}, False, index.bound.paths
+    if not storage.ledger.by_stream:  # else writes have placed rows
+        moves.add(ChangeKind.PLACE)
+    for kind, _, columns in changes:
+        if kind in moves:
+            outdated = seen is not None or kind is not ChangeKind.MOVE
+        elif kind is ChangeKind.EDIT:
+            outdated |= columns is None or not columns.isdisjoint(paths)
+    return outdated
+
+
+def _any(flag: torch.Tensor) -> Array:
+    """Return whether any value of each row is set, bool ``[n]``."""
+    found: Array = (flag != 0).reshape(len(flag), -1).any(1).cpu().numpy()
+    return found
+
+
+def _under_next(storage: ColumnStorage) -> list[Path]:
+    return [path for path in storage.require().schema.leaves if path[0] == "next"]
+
+
+def _nested(leaves: dict[Path, torch.Tensor], rows: int) -> Any:
+    """Return the leaves under ``next`` as a TensorDict ``[rows]``."""
+    device = next(iter(leaves.values())).device
+    data = new_tensordict({}, torch.Size([rows]), device)
+    for path, leaf in leaves.items():
+        data.set(path[1:], leaf)
+    return data
+
+
+def _checked_clip(clip: Any) -> tuple[float, float]:
+    if not isinstance(clip, (tuple, list)) or len(clip) != 2:
+        raise TypeError(f"reward_clip: expected (min, max), got {clip!r}")
+    low, high = as_number("reward_clip", clip[0]), as_number("reward_clip", clip[1])
+    if not low <= high:
+        raise ValueError(f"reward_clip: expected min at most max, got {low} and {high}")
+    return low, high
+
+
+def _require_columns(storage: Storage) -> ColumnStorage:
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"ReturnToGo expected a storage with an episode index, got a {type(storage).__name__}; "
+            "use a tensor or memmap storage"
+        )
+    return storage

@@ -14,9 +14,9 @@ from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import Needs
 from replaykit.keywords import one_of, whole_number
-from replaykit.storages.batch_memory import BatchMemory
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
+from replaykit.transfer import BatchMemory
 from replaykit.transforms.batch_values import as_keys, as_number, real_of, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,

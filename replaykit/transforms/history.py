@@ -12,7 +12,7 @@ import torch
 
 from replaykit._compat import lookup
 from replaykit.episodes import NOTHING, Needs
-from replaykit.storages.history_kernels import Led, StepsPlan
+from replaykit.storages.row_kernels import Led, StepsPlan
 from replaykit.structure import Node, Path
 from replaykit.ted import format_key
 from replaykit.transforms.transform import Transform

@@ -14,7 +14,7 @@ from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Rule, decode_state
 from replaykit.episodes import Needs
 from replaykit.keywords import one_of, whole_number
-from replaykit.storages.history_kernels import Led, StepsPlan
+from replaykit.storages.row_kernels import Led, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import (
     EPISODE_KEYS,

@@ -11,8 +11,8 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import dtype_name, is_tensordict, lookup
-from replaykit.storages.batch_memory import BatchMemory
 from replaykit.ted import FLAG_KEYS, REWARD, Key, format_key, unravel
+from replaykit.transfer import BatchMemory
 from replaykit.transforms.batch_values import (
     ValueTransform,
     as_keys,

@@ -16,11 +16,10 @@ from replaykit.declared import Count, vector
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import BufferFull
 from replaykit.keywords import one_of, whole_number
-from replaykit.schema import Rows
+from replaykit.schema import MatchedRows, Rows
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
 from replaykit.storages.removal import Replacement, check_removable, stream_index
-from replaykit.storages.schema_match import MatchedRows
 from replaykit.ted import end_flags, format_key
 from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
 from replaykit.writers.writer import Writer, WriterState, ledger_of

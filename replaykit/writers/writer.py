@@ -17,9 +17,9 @@ from replaykit.declared import MOST, decode_state, require_kind, within
 from replaykit.interrupts import deferred
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
+from replaykit.storages.episode_tags import EpisodeState
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger, LedgerState
-from replaykit.storages.saved_episodes import EpisodeState
 from replaykit.structure import Path
 
 

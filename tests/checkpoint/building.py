@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
-from replaykit.episodes.episode_laws import RESTORED
+from replaykit.episodes.boundaries import RESTORED
 
 
 def make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:

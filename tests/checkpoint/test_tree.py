@@ -298,7 +298,7 @@ def faults(tree: ast.AST) -> list[str]:
     return found
 
 
-BETWEEN_PROCESSES = ["buffer/buffer_dataset.py", "distributed/wire_format.py"]
+BETWEEN_PROCESSES = ["buffer/buffer_dataset.py", "distributed/protocol.py"]
 """They pickle what one process of a user hands to another one, as multiprocessing and Ray do all
 the time; nothing of it comes from a file."""
 

@@ -22,7 +22,7 @@ from replaykit import (
     ReturnToGo,
     TensorDictMaxValueWriter,
 )
-from replaykit.episodes.episode_laws import RESTORED
+from replaykit.episodes.boundaries import RESTORED
 
 SLOTS = 24
 

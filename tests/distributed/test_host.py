@@ -15,8 +15,8 @@ from replaykit import (
 )
 from replaykit.distributed import host as module
 from replaykit.distributed.host import Host
+from replaykit.distributed.protocol import pack, unpack
 from replaykit.distributed.requests import unpack_reply
-from replaykit.distributed.wire_format import pack, unpack
 from replaykit.errors import SchemaError
 from tests.conftest import make_rows
 

@@ -18,9 +18,9 @@ from replaykit import (
     ShardLoss,
 )
 from replaykit.distributed.host import Host
+from replaykit.distributed.protocol import pack
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.shards import RaySupervisor
-from replaykit.distributed.wire_format import pack
 from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
 from tests.distributed.laws import numbered, running

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
 from replaykit.distributed.protocol import GlobalIndex
-from replaykit.distributed.routing import ByKey, InTurn, stable_hash
+from replaykit.distributed.shard_config import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
 from tests.distributed.laws import episodes
 

@@ -39,7 +39,7 @@ def test_uniform_draws_do_not_see_how_rows_are_spread(sharded: Any) -> None:
     """Shards with 1, 9 and 90 rows: every row is as likely."""
     rb = sharded(3, shard_key="key")
     keys = np.arange(1000)
-    from replaykit.distributed.routing import ByKey
+    from replaykit.distributed.shard_config import ByKey
 
     shard = ByKey(3, "key").route({("key",): torch.from_numpy(keys)}, 1000, [])
     one, nine, ninety = keys[shard == 0][:1], keys[shard == 1][:9], keys[shard == 2][:90]

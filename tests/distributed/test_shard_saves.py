@@ -25,12 +25,10 @@ from replaykit import (
     Transform,
 )
 from replaykit.distributed import shard_saves
-from replaykit.distributed.protocol import BarrierBusy
-from replaykit.distributed.routing import ByKey
-from replaykit.distributed.shard_config import ShardRecipe
+from replaykit.distributed.protocol import BarrierBusy, pack, unpack
+from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
-from replaykit.distributed.wire_format import pack, unpack
-from replaykit.distributed.write_barrier import Barrier, KnownWrites, Stamp, missing_parts
+from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
 from tests.distributed.laws import chi_square, counts, episodes, numbered, running
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.distributed.wire_format import ITSELF, pack, seal, unpack
+from replaykit.distributed.protocol import ITSELF, pack, seal, unpack
 from tests.conftest import make_rows
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, StreamEpisodes
-from replaykit.episodes.episode_laws import RESTORED, SEVERED, SWITCHED
+from replaykit.episodes.boundaries import RESTORED, SEVERED, SWITCHED
 
 Array = np.ndarray[Any, Any]
 NOT_INIT = 0x20

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaykit.mixture.choosing import _at, exact, multinomial
-from replaykit.mixture.weights import checked_weights
+from replaykit.mixture.member_parts import checked_weights
 
 # Critical values of the chi-square distribution for a probability of 0.001.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47}

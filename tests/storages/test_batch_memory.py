@@ -28,9 +28,9 @@ from replaykit import (
     LazyTensorStorage,
     ReplayBuffer,
     StackFrames,
+    transfer,
 )
-from replaykit.storages import batch_memory
-from replaykit.storages.batch_memory import BatchMemory
+from replaykit.transfer import BatchMemory
 
 MIB = 2**20
 ROWS, WIDTH = 24, 3 * 2**16
@@ -432,8 +432,8 @@ def test_only_sizes_that_recur_take_memory() -> None:
     for size in range(100):
         memory.new((MIB + size,), torch.uint8)
     assert not memory._blocks
-    memory.new((batch_memory._REUSED_TO + 1,), torch.uint8)
-    memory.new((batch_memory._REUSED_TO + 1,), torch.uint8)
+    memory.new((transfer._REUSED_TO + 1,), torch.uint8)
+    memory.new((transfer._REUSED_TO + 1,), torch.uint8)
     assert not memory._blocks
     assert memory.allocations == 102
     memory.new((MIB - 1,), torch.uint8)
@@ -445,7 +445,7 @@ def test_block_that_is_not_needed_is_freed() -> None:
     held = [memory.new((MIB,), torch.uint8) for _ in range(9)]
     freed = weakref.ref(memory._blocks[1])
     del held
-    for _ in range(batch_memory._LATELY - 7):
+    for _ in range(transfer._LATELY - 7):
         assert freed() is not None
         memory.new((MIB,), torch.uint8)
     assert freed() is None
@@ -466,29 +466,29 @@ def test_allocation_frees_idle_blocks() -> None:
 
 def test_kept_tensors_are_forgotten() -> None:
     memory = BatchMemory()
-    kept = [memory.new((MIB,), torch.uint8) for _ in range(batch_memory._LATELY + 9)]
-    assert len(memory._blocks) <= batch_memory._LATELY
+    kept = [memory.new((MIB,), torch.uint8) for _ in range(transfer._LATELY + 9)]
+    assert len(memory._blocks) <= transfer._LATELY
     assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
 
 
 def test_other_versions_of_torch_allocate_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: dict[str, Any] = {"_call": lambda _: 1, "_use_count": None}
     for name, change in changes.items():
-        monkeypatch.setattr(batch_memory, name, change)
-        batch_memory._counts_owners.cache_clear()
+        monkeypatch.setattr(transfer, name, change)
+        transfer._counts_owners.cache_clear()
         memory = BatchMemory()
         tensors = [memory.new((MIB,), torch.uint8) for _ in range(3)]
         assert len({tensor.data_ptr() for tensor in tensors}) == 3
         assert not memory._blocks
-    batch_memory._counts_owners.cache_clear()
+    transfer._counts_owners.cache_clear()
 
 
 def test_threads_never_get_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although other threads run between the search for a block and its use."""
     memory, wrong, start = BatchMemory(), [], threading.Barrier(4)
-    is_idle = batch_memory._Block.is_idle
+    is_idle = transfer._Block.is_idle
 
-    def slow(block: batch_memory._Block) -> bool:
+    def slow(block: transfer._Block) -> bool:
         found = is_idle(block)
         time.sleep(1e-5)
         return found
@@ -503,7 +503,7 @@ def test_threads_never_get_the_same_block(monkeypatch: pytest.MonkeyPatch) -> No
                 wrong.append(value)
             del tensor
 
-    monkeypatch.setattr(batch_memory._Block, "is_idle", slow)
+    monkeypatch.setattr(transfer._Block, "is_idle", slow)
     threads = [threading.Thread(target=use, args=(value,)) for value in range(4)]
     for thread in threads:
         thread.start()

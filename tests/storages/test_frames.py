@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, native
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns
-from replaykit.storages.history_kernels import Before, Frames
 from replaykit.storages.records import plan_records
+from replaykit.storages.row_kernels import Before, Frames
 
 SLOTS = 7
 LANES: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 3: (2, 3)}

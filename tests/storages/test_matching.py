@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
-from replaykit.schema import Schema, split_leaves
-from replaykit.storages import schema_match
-from replaykit.storages.schema_match import MatchedRows, Matcher
+from replaykit.schema import MatchedRows, Matcher, Schema, split_leaves
 from replaykit.structure import raw_bytes
 
 COUNT = 5
@@ -57,7 +55,7 @@ def _of(schema_data: TensorDict) -> tuple[Matcher, Schema]:
 def versions(request: Any, monkeypatch: Any) -> None:
     """A version of torch that describes its tensors to the core, and one that does not."""
     if request.param != "described":
-        monkeypatch.setattr(schema_match, "_EXCHANGE", None)
+        monkeypatch.setattr("replaykit.schema._EXCHANGE", None)
 
 
 # -- changes that leave rows good, or do not -------------------------------------------------------

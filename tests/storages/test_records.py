@@ -14,9 +14,9 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.schema import Schema, split_leaves
-from replaykit.storages.batch_memory import BatchMemory
 from replaykit.storages.records import WIDE_BYTES, RecordLayout, alone, plan_records
 from replaykit.structure import Branch, Leaf
+from replaykit.transfer import BatchMemory
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

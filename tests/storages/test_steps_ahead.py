@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage
 from replaykit.storages.columns import Columns
-from replaykit.storages.history_kernels import StepsPlan
+from replaykit.storages.row_kernels import StepsPlan
 
 TAKEN = (("next", "x"), ("next", "done"), ("next", "deep", "n"), ("other",))
 

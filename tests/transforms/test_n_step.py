@@ -30,7 +30,7 @@ from replaykit import (
     Transform,
 )
 from replaykit.samplers import Sampler
-from replaykit.storages.history_kernels import StepsAhead
+from replaykit.storages.row_kernels import StepsAhead
 from replaykit.transforms.discounting import discounted_sums
 from replaykit.transforms.history import HistoryTransform
 from tests.transforms.streams import Streams, histories, play

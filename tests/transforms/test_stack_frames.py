@@ -23,7 +23,7 @@ from replaykit.buffer.row_context import StoredSurroundings
 from replaykit.episodes import Needs
 from replaykit.samplers import Sampler
 from replaykit.storages.columns import Columns
-from replaykit.storages.history_kernels import Frames
+from replaykit.storages.row_kernels import Frames
 from replaykit.transforms import Surroundings
 from tests.transforms.streams import Streams, histories, play
 
