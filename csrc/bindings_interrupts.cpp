@@ -311,6 +311,11 @@ class Lock {
   long depth_ = 0;  // of the owner
 };
 
+// Names of attributes that every acquisition reads. They live as long as the process.
+PyObject* const kFile = PyUnicode_InternFromString("_fd");
+PyObject* const kEnter = PyUnicode_InternFromString("_enter");
+PyObject* const kCommit = PyUnicode_InternFromString("_commit");
+
 // A lock that calls methods of its subclass in Python. `_commit` is called before its outermost
 // release. A lock over a file also excludes other processes. `_enter` is called after its outermost
 // acquisition, and `_wait` if another process has locked the file `_fd`.
@@ -326,7 +331,7 @@ class CommitLock : public Lock {
     try {
       locked = lock_file(self, LOCK_EX | LOCK_NB) ||
                nb::cast<bool>(self.attr("_wait")(blocking ? timeout : 0.0, patient));
-      if (locked) self.attr("_enter")();
+      if (locked) self.attr(nb::handle(kEnter))();
     } catch (...) {
       unlock_file(self);  // an interrupted wait may have taken it
       lock.release();
@@ -348,7 +353,7 @@ class CommitLock : public Lock {
       lock.release();
     };
     try {
-      self.attr("_commit")();
+      self.attr(nb::handle(kCommit))();
     } catch (...) {
       leave();
       throw;
@@ -377,7 +382,7 @@ class CommitLock : public Lock {
 
  private:
   static bool lock_file(nb::handle self, int how) {
-    if (flock(nb::cast<int>(self.attr("_fd")), how) == 0) return true;
+    if (flock(nb::cast<int>(self.attr(nb::handle(kFile))), how) == 0) return true;
     if (errno == EWOULDBLOCK) return false;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
@@ -385,7 +390,7 @@ class CommitLock : public Lock {
 
   // Does nothing if the file is closed, as in a child that was forked under the lock.
   static void unlock_file(nb::handle self) {
-    const nb::object file = nb::getattr(self, "_fd", nb::none());
+    const nb::object file = nb::getattr(self, nb::handle(kFile), nb::none());
     if (!file.is_none()) flock(nb::cast<int>(file), LOCK_UN);
   }
 

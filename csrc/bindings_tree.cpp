@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "committed_column.h"
 #include "ledger.h"
 #include "power.h"
 #include "tree.h"
@@ -261,14 +262,15 @@ class SegmentTree {
   }
 
   // Makes a whole priority update of a learner, in a sum tree over (p + eps) ** alpha. Returns the
-  // largest priority. If the update is not plain (see largest_of_plain) or a power is above
-  // `ceiling`, returns -1 and changes nothing. The caller then finds the reason.
+  // largest priority. If the update is not plain (see largest_of_plain), a power is above `ceiling`
+  // or `column` has no room, returns -1 and changes nothing. The caller then finds the reason.
   template <typename Number>
-  double set_numbers(SegmentTree* least, SegmentTree* most, Number* raw,
+  double set_numbers(SegmentTree* least, SegmentTree* most, Column* column, Number* raw,
                      const std::int64_t* index, const Number* priority,
                      const std::int64_t* generation, std::int64_t n, std::int64_t limit,
                      const Counters& counters, double eps, double alpha, double ceiling) {
     if (limit > tree_.levels.capacity) return -1.0;
+    if (column != nullptr && !column->fits(limit, n)) return -1.0;
     // The weights of drawn slots are in the cache; this prefetches the other arrays to be written.
     for (std::int64_t i = 0; i < n; ++i) {
       if (index[i] < 0 || index[i] >= limit) return -1.0;
@@ -301,20 +303,26 @@ class SegmentTree {
       most->kernels_.update(most->tree_, index, {kind, priority, 0.0}, n);
     }
     for (std::int64_t i = 0; i < n; ++i) raw[index[i]] = priority[i];
+    if (column != nullptr) {
+      column->set({reinterpret_cast<const char*>(index), sizeof *index}, priority, n);
+    }
     return largest;
   }
 
-  double set_priorities(nb::handle least, nb::handle most, std::uintptr_t raw, bool doubles,
-                        std::uintptr_t index, std::uintptr_t priority, std::uintptr_t generation,
-                        std::int64_t n, std::int64_t limit, std::int64_t next_position,
-                        std::int64_t slots, double eps, double alpha, double ceiling) {
+  // `column` is the committed column of the same priorities, which is set too, or 0.
+  double set_priorities(nb::handle least, nb::handle most, nb::handle column, std::uintptr_t raw,
+                        bool doubles, std::uintptr_t index, std::uintptr_t priority,
+                        std::uintptr_t generation, std::int64_t n, std::int64_t limit,
+                        std::int64_t next_position, std::int64_t slots, double eps, double alpha,
+                        double ceiling) {
+    Column* const kept = nb::isinstance<Column>(column) ? nb::cast<Column*>(column) : nullptr;
     const Counters counters = {next_position, std::max<std::int64_t>(slots, 1)};
     const Indices own = copied(index, n);
     SegmentTree *const low = tree_or_null(least), *const high = tree_or_null(most);
     const auto* then = at<const std::int64_t>(generation);
     const auto set = [&](auto* numbers) {
       const auto* given = at<std::remove_pointer_t<decltype(numbers)>>(priority);
-      return set_numbers(low, high, numbers, own.data(), given, then, n, limit, counters, eps,
+      return set_numbers(low, high, kept, numbers, own.data(), given, then, n, limit, counters, eps,
                          alpha, ceiling);
     };
     return released<kReleaseAbove>(

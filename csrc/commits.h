@@ -89,19 +89,25 @@ class Commits {
     return true;
   }
 
+  // Returns for how many elements of one table the journal has room.
+  std::int64_t room() const {
+    const std::int64_t before = used(latest() + 1);
+    if (before < 0 || before > journal_.size - kJournalHead) return -1;
+    return (journal_.size - kJournalHead - before - 8 * kEntry) / 16;
+  }
+
   // Journals elements of a table of doubles, then overwrites them. If the journal or the table is too
   // short, returns false and changes nothing.
   template <typename Number>
   bool put(std::int64_t table, double* cells, std::int64_t length, Numbers at, const Number* values,
            std::int64_t count) {
-    const std::int64_t number = latest() + 1, before = used(number);
-    if (before < 0 || before > journal_.size - kJournalHead) return false;
-    const std::int64_t room = journal_.size - kJournalHead - before - 8 * kEntry;
-    if (room < 0 || count > room / 16) return false;
+    if (count > room()) return false;
     for (std::int64_t i = 0; i < count; ++i) {
       if (at[i] < 0) throw std::out_of_range("expected elements of a table");
       if (at[i] >= length) return false;
+      __builtin_prefetch(cells + at[i], 1);
     }
+    const std::int64_t number = latest() + 1, before = used(number);
     own(number);
     std::uint8_t* to = journal_.base + kJournalHead + before;
     const std::int64_t entry[kEntry] = {table, 8, count, -1, 16 * count, 0};

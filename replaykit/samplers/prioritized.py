@@ -494,13 +494,19 @@ class PrioritizedSampler(Sampler):
         """Write priorities into a column from now on, when they are set."""
         self._table.column = column
 
-    def settle_priorities(self) -> tuple[int, float, int]:
+    def settle_priorities(self, *, written: bool = True) -> tuple[int, float, int]:
         """Give the default to new rows, and write priorities to the files that lack them.
+
+        Args:
+            written: whether rows may have been written since the last call.
 
         Returns:
             The number of priorities, the largest one ever set, and ``dropped_updates``.
         """
-        table, storage = self._table, self._home(None)
+        table = self._table
+        if not written and table.column is not None and not table.column.whole:
+            return table.length, table.most, self.dropped_updates
+        storage = self._home(None)
         if storage is None or not storage.ledger.length:
             table.read()
         else:

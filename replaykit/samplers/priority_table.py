@@ -253,12 +253,19 @@ class PriorityTable:
             self._raw.numpy()[index.numpy()] = new
         self._log_set(index, priority)
 
-    def _log_set(self, index: torch.Tensor, priority: torch.Tensor | float) -> None:
-        """Log the rows ``[K]`` whose priorities were set, and write them to the column."""
+    def _log_set(
+        self, index: torch.Tensor, priority: torch.Tensor | float, *, written: bool = False
+    ) -> None:
+        """Log the rows ``[K]`` whose priorities were set, and write them to the column.
+
+        ``written``: whether the core has written them to the column.
+        """
         column, at = self.column, index.numpy() if index.is_cpu else index.clone()
         try:
             self.log.edit(at)
-            if column is not None and not column.whole:
+            if column is not None and written:
+                column.written = True
+            elif column is not None:
                 column.set(at, priority)
         except BaseException:  # the priorities are already set
             self.log.edit(None)
@@ -312,14 +319,9 @@ class PriorityTable:
             then = generation.data_ptr()
         if self._saved.frozen:  # a save needs the old values first, even if the core then refuses
             self._saved.wrote_at(index.clamp(0, self.length - 1))
-        largest = self._set_in_core(
+        return self._set_in_core(
             index, priority, then, self.length, ledger.next_position, ledger.slots
         )
-        if largest < 0:
-            return False
-        self.most = max(self.most, largest)
-        self._log_set(index, priority)
-        return True
 
     def _set_same(self, index: torch.Tensor, priority: float, top: int) -> bool:
         """Give rows one priority in one call of the core, and cover the rows below ``top``.
@@ -342,9 +344,8 @@ class PriorityTable:
         if same is None or same[0] != (priority, count):
             full = torch.full((count,), priority, dtype=self.law.dtype, device="cpu")
             same = self._same = (priority, count), full
-        if self._set_in_core(index, same[1], 0, top, 0, 1) < 0:
+        if not self._set_in_core(index, same[1], 0, top, 0, 1):
             return False
-        self._log_set(index, same[1])
         if top > self.length:
             self.cover(top, priority)
         return True
@@ -357,19 +358,24 @@ class PriorityTable:
         length: int,
         written: int,
         slots: int,
-    ) -> float:
-        """Set priorities in the trees and the table; return the largest, or -1 for a refusal.
+    ) -> bool:
+        """Set priorities in the trees, the table and the column, and log them.
 
         Args:
             index, priority: int64 ``[K]`` below ``length``, and ``[K]`` in the law's dtype, both
                 contiguous on the CPU.
             then: the address of the generations of the slots; 0 for no check.
             written, slots: the ledger's next row id and its number of slots.
+
+        Returns:
+            False if the core refuses. No priority has changed then.
         """
-        law, least, greatest = self.law, self._least, self._greatest
+        law, least, greatest, column = self.law, self._least, self._greatest, self.column
+        direct = 0 if column is None or column.whole else column.direct or 0
         largest: float = self._sums.native_view.set_priorities(
             0 if least is None else least.native_view,
             0 if greatest is None else greatest.native_view,
+            direct,
             self._raw.data_ptr(),
             law.dtype is torch.float64,
             index.data_ptr(),
@@ -383,7 +389,12 @@ class PriorityTable:
             law.alpha,
             law.most,
         )
-        return largest
+        if largest < 0:
+            return False
+        if largest > self.most:
+            self.most = largest
+        self._log_set(index, priority, written=direct != 0)
+        return True
 
     def cover(self, top: int, default: float) -> None:
         """Count the rows below ``top`` as stored; give unset rows the default."""

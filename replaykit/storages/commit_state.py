@@ -267,8 +267,11 @@ class PriorityKeeper(Protocol):
     def use_column(self, column: PriorityColumn) -> None:
         """Write priorities into a column from now on, when they are set."""
 
-    def settle_priorities(self) -> tuple[int, float, int]:
+    def settle_priorities(self, *, written: bool = True) -> tuple[int, float, int]:
         """Give the default to new rows, and write priorities that the column lacks.
+
+        Args:
+            written: whether rows may have been written since the last call.
 
         Returns:
             The numbers of ``CommittedPriorities``.

@@ -84,6 +84,8 @@ class Recovery:
         # True until the first commit after a recovery, which has cut open episodes.
         self._restarted = False
         self._counts: list[int] = []
+        # The state that has the numbers of all parts.
+        self._settled: CommittedState | None = None
         self._tag_number = 0
         # Numbers that follow the committed state; see `hand_over`.
         self._more: tuple[int, ...] = ()
@@ -287,51 +289,49 @@ class Recovery:
             if self.journaled == (self.home.journaled()[0], *_counters(ledger)):
                 self.roll_back(self._whole)  # undo a write that failed before the ledger counted it
             self.journaled = None
-        storage.indexes.settle()
+        indexes = storage.indexes
+        indexes.settle()
         counts = self._write_counts()
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        number, tagged, priorities = ledger.log.number, storage.indexes.tag_number, []
-        changed = self._table_changed or counts != self._counts or tagged != self._tag_number
+        number, tagged, priorities = ledger.log.number, indexes.tag_number, []
+        written, same = seen != number, counts == self._counts
+        changed = written or self._table_changed or tagged != self._tag_number
         for column in self.samplers:
             sampler = column.sampler()
-            found = column.counts if sampler is None else sampler.settle_priorities()
+            if sampler is None:
+                found = column.counts
+            else:
+                found = sampler.settle_priorities(written=written)
             priorities.append(found)
-            changed = changed or column.written or column.whole or found != column.counts
-        if changed or seen != number:
-            self._commit(storage, priorities, counts, seen)
+            same = same and found == column.counts
+            changed = changed or column.written or column.whole
+        if changed or not same:
+            if written and self.sharing is not None:
+                self.sharing.log_rows(storage, seen)
+            state = self.state
+            whole = (
+                seen < 0
+                or self._restarted
+                or state is None
+                or tagged != self._tag_number
+                or (written and not self._advanced(storage, state, seen))
+                or not ((same and state is self._settled) or state.set_parts(priorities, counts))
+            )
+            if whole:
+                state = self._whole_state(storage, priorities, counts)
+            assert state is not None
+            self.state = self._settled = state
+            self._restarted = False
+            if self.sharing is None:
+                self.home.commit(state.numbers, self._more)
+            else:
+                self.sharing.commit_state(state, whole=whole)
+            for place, column in enumerate(self.samplers):
+                column.counts, column.written, column.whole = priorities[place], False, False
         self.seen, self._counts, self._table_changed = number, counts, False
         self._tag_number = tagged
-
-    def _commit(
-        self,
-        storage: LazyTensorStorage,
-        priorities: list[CommittedPriorities],
-        counts: list[int],
-        seen: int,
-    ) -> None:
-        ledger, state, sharing = storage.ledger, self.state, self.sharing
-        if sharing is not None and seen != ledger.log.number:
-            sharing.log_rows(storage, seen)
-        whole = (
-            seen < 0
-            or self._restarted
-            or state is None
-            or storage.indexes.tag_number != self._tag_number
-            or not (seen == ledger.log.number or self._advanced(storage, state, seen))
-            or not state.set_parts(priorities, counts)
-        )
-        if whole:
-            state = self._whole_state(storage, priorities, counts)
-        assert state is not None
-        self.state, self._restarted = state, False
-        if sharing is None:
-            self.home.commit(state.numbers, self._more)
-        else:
-            sharing.commit_state(state, whole=whole)
-        for column, found in zip(self.samplers, priorities, strict=True):
-            column.counts, column.written, column.whole = found, False, False
 
     @staticmethod
     def _advanced(storage: LazyTensorStorage, state: CommittedState, seen: int) -> bool:
@@ -363,11 +363,7 @@ class Recovery:
         )
 
     def _write_counts(self) -> list[int]:
-        counts = []
-        for known in self.writers:
-            writer = known()
-            counts.append(0 if writer is None else writer._write_count)
-        return counts
+        return [getattr(known(), "_write_count", 0) for known in self.writers]  # 0 if it has died
 
     def roll_back(self, since: int) -> None:
         """Undo the changes that were journaled after the first ``since`` bytes of the journal."""

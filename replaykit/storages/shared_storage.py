@@ -481,7 +481,8 @@ class Sharing:
             whole: whether more has changed than a write at the cursor changes.
         """
         assert self._log is not None
-        logged = self._log.core.count
+        core = self._log.core
+        logged = core.count
         if self._rows_logged > self._logged_until:
             self._rows_logged = logged
         if whole or logged != self._logged_until:
@@ -489,7 +490,7 @@ class Sharing:
             # and then this sign.
             self.signs[RESET] = self._known + 1
         self._known = self.home.commit(state.numbers, (self._rows_logged, logged))
-        self._log.core.committed = self._logged_until = logged
+        core.committed = self._logged_until = logged
 
     def _logged_at(self, rows_logged: int, logged: int) -> None:
         """Set the counts of the shared log in the state that is followed."""
