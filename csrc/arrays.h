@@ -12,6 +12,16 @@ namespace replaykit {
 
 namespace nb = nanobind;
 
+// Throws an error of Python with a text.
+[[noreturn]] inline void refuse(nb::builtin_exception (*error)(const char*), const std::string& text) {
+  throw error(text.c_str());
+}
+
+template <typename Pointed>
+Pointed* at(std::uintptr_t address) {
+  return reinterpret_cast<Pointed*>(address);
+}
+
 // An array of the caller. The object holds the buffer as long as it exists. The class calls the
 // buffer protocol directly, which takes a tenth of a microsecond per array.
 class Array {
@@ -59,8 +69,9 @@ class Array {
   [[noreturn]] static void refuse(const char* name, Kind kind, int dimensions) {
     const char* kinds[] = {"an int64", "a contiguous uint8", "a contiguous bool",
                            "a contiguous float64", "a contiguous float32 or float64"};
-    throw nb::type_error((std::string("expected `") + name + "` as " + kinds[kind] + " array of " +
-                          std::to_string(dimensions) + " dimension(s)").c_str());
+    replaykit::refuse(nb::type_error, std::string("expected `") + name + "` as " + kinds[kind] +
+                                          " array of " + std::to_string(dimensions) +
+                                          " dimension(s)");
   }
 
   Py_buffer view_;
@@ -76,10 +87,9 @@ auto released(std::int64_t steps, const Work& work) {
 }
 
 inline void check_length(const char* name, std::int64_t got, std::int64_t expected) {
-  if (got != expected) {
-    throw nb::value_error(("expected " + std::to_string(expected) + " entries in `" + name +
-                           "`, got " + std::to_string(got)).c_str());
-  }
+  if (got == expected) return;
+  refuse(nb::value_error, "expected " + std::to_string(expected) + " entries in `" + name +
+                              "`, got " + std::to_string(got));
 }
 
 }  // namespace replaykit

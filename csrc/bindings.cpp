@@ -1,5 +1,4 @@
 // Python bindings of the compiled core. They define names and check arguments.
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <cmath>
@@ -12,8 +11,7 @@
 #include "rank_heap.h"
 
 namespace nb = nanobind;
-using replaykit::check_length;
-using replaykit::RankHeap;
+using namespace replaykit;
 
 namespace {
 
@@ -29,8 +27,8 @@ constexpr std::int64_t kReleaseAbove = 256;
 void check_ranks(const double* ranks, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
     if (std::isnan(ranks[i])) {
-      throw nb::value_error(("expected a rank that is a number, got NaN at position " +
-                             std::to_string(i)).c_str());
+      refuse(nb::value_error, "expected a rank that is a number, got NaN at position " +
+                                  std::to_string(i));
     }
   }
 }
@@ -42,21 +40,20 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   m.doc() = "Compiled core of replaykit.";
   m.attr("__version__") = REPLAYKIT_VERSION;
-  replaykit::bind_trees(m);
-  replaykit::bind_checksums(m);
-  replaykit::bind_moments(m);
+  bind_trees(m);
+  bind_checksums(m);
+  bind_moments(m);
 
   nb::class_<RankHeap>(m, "RankHeap",
                        "A heap that finds the slot of the next row; the largest ranks stay.")
       .def("__init__",
            [](RankHeap* self, std::int64_t capacity) {
              if (capacity < 1) {
-               throw nb::value_error(("expected a capacity of at least 1, got " +
-                                      std::to_string(capacity)).c_str());
+               refuse(nb::value_error, "expected a capacity of at least 1, got " +
+                                           std::to_string(capacity));
              }
              new (self) RankHeap(capacity);
-           },
-           nb::arg("capacity"))
+           })
       .def("__len__", &RankHeap::size)
       .def_prop_ro("capacity", &RankHeap::capacity)
       .def("offer",
@@ -66,7 +63,7 @@ NB_MODULE(_core, m) {
              const double* in = ranks.data();
              std::int64_t* out = slots.data();
              check_ranks(in, n);
-             replaykit::released<kReleaseAbove>(n, [&] { self.offer(in, n, out); });
+             released<kReleaseAbove>(n, [&] { self.offer(in, n, out); });
            },
            nb::arg("ranks").noconvert(), nb::arg("slots").noconvert(),
            "Offer the ranks in order; write the slot of each row, or -1, into `slots`.")
@@ -86,8 +83,8 @@ NB_MODULE(_core, m) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));
              check_length("ages", static_cast<std::int64_t>(ages.size()), n);
              if (n > self.capacity()) {
-               throw nb::value_error(("expected at most " + std::to_string(self.capacity()) +
-                                      " records, got " + std::to_string(n)).c_str());
+               refuse(nb::value_error, "expected at most " + std::to_string(self.capacity()) +
+                                           " records, got " + std::to_string(n));
              }
              check_ranks(ranks.data(), n);
              std::vector<RankHeap::Entry> entries;
@@ -95,9 +92,9 @@ NB_MODULE(_core, m) {
              for (std::int64_t i = 0; i < n; ++i) {
                const std::int64_t age = ages.data()[i];
                if (age < 0 || age >= next_age) {
-                 throw nb::value_error(("expected ages in [0, " + std::to_string(next_age) +
-                                        "), got " + std::to_string(age) + " at position " +
-                                        std::to_string(i)).c_str());
+                 refuse(nb::value_error, "expected ages in [0, " + std::to_string(next_age) +
+                                             "), got " + std::to_string(age) + " at position " +
+                                             std::to_string(i));
                }
                entries.push_back({ranks.data()[i], age, i});
              }
@@ -106,15 +103,15 @@ NB_MODULE(_core, m) {
            nb::arg("ranks").noconvert(), nb::arg("ages").noconvert(), nb::arg("next_age"),
            "Replace all rows; the row in slot i has ranks[i] and ages[i].");
 
-  replaykit::bind_ahead(m);
-  replaykit::bind_commits(m);
-  replaykit::bind_episodes(m);
-  replaykit::bind_observations(m);
-  replaykit::bind_interrupts(m);
-  replaykit::bind_ledger(m);
-  replaykit::bind_marks(m);
-  replaykit::bind_matching(m);
-  replaykit::bind_relabel(m);
-  replaykit::bind_rows(m);
-  replaykit::bind_reads(m);
+  bind_ahead(m);
+  bind_commits(m);
+  bind_episodes(m);
+  bind_observations(m);
+  bind_interrupts(m);
+  bind_ledger(m);
+  bind_marks(m);
+  bind_matching(m);
+  bind_relabel(m);
+  bind_rows(m);
+  bind_reads(m);
 }

@@ -5,19 +5,21 @@
 
 namespace replaykit {
 
-void bind_ahead(nanobind::module_& m);
-void bind_checksums(nanobind::module_& m);
-void bind_commits(nanobind::module_& m);
-void bind_episodes(nanobind::module_& m);
-void bind_observations(nanobind::module_& m);
-void bind_interrupts(nanobind::module_& m);
-void bind_ledger(nanobind::module_& m);
-void bind_marks(nanobind::module_& m);
-void bind_matching(nanobind::module_& m);
-void bind_moments(nanobind::module_& m);
-void bind_reads(nanobind::module_& m);
-void bind_relabel(nanobind::module_& m);
-void bind_rows(nanobind::module_& m);
-void bind_trees(nanobind::module_& m);
+namespace nb = nanobind;
+
+void bind_ahead(nb::module_& m);
+void bind_checksums(nb::module_& m);
+void bind_commits(nb::module_& m);
+void bind_episodes(nb::module_& m);
+void bind_observations(nb::module_& m);
+void bind_interrupts(nb::module_& m);
+void bind_ledger(nb::module_& m);
+void bind_marks(nb::module_& m);
+void bind_matching(nb::module_& m);
+void bind_moments(nb::module_& m);
+void bind_reads(nb::module_& m);
+void bind_relabel(nb::module_& m);
+void bind_rows(nb::module_& m);
+void bind_trees(nb::module_& m);
 
 }  // namespace replaykit

@@ -1,5 +1,4 @@
 // Python bindings of commits of a few rows.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -8,14 +7,7 @@
 #include "bindings.h"
 #include "committed_column.h"
 
-namespace nb = nanobind;
-using replaykit::Array;
-using replaykit::check_length;
-using replaykit::Column;
-using replaykit::ElementLog;
-using replaykit::HeldCommits;
-using replaykit::Numbers;
-using replaykit::released;
+namespace replaykit {
 
 namespace {
 
@@ -25,11 +17,10 @@ constexpr std::int64_t kBytesKept = 1 << 15;
 
 }  // namespace
 
-void replaykit::bind_commits(nb::module_& m) {
+void bind_commits(nb::module_& m) {
   nb::class_<HeldCommits>(m, "Commits",
                           "A journal of overwritten bytes, and the numbers that commit a write.")
-      .def(nb::init<nb::handle, nb::handle, nb::handle, const nb::list&>(), nb::arg("journal"),
-           nb::arg("even"), nb::arg("odd"), nb::arg("rows"))
+      .def(nb::init<nb::handle, nb::handle, nb::handle, const nb::list&>())
       .def("journaled",
            [](const HeldCommits& self) {
              const std::int64_t next = self.commits.latest() + 1;
@@ -41,7 +32,6 @@ void replaykit::bind_commits(nb::module_& m) {
              return released<kBytesKept>(self.commits.size(first, until),
                                          [&] { return self.commits.journal(first, until); });
            },
-           nb::arg("first"), nb::arg("until"),
            "Journal the present rows. Without enough room, change nothing and return False.")
       .def("commit",
            [](HeldCommits& self, nb::handle numbers, const std::vector<std::int64_t>& more) {
@@ -53,21 +43,20 @@ void replaykit::bind_commits(nb::module_& m) {
              const auto count = static_cast<std::int64_t>(more.size());
              return self.commits.commit(first, values.size(), more.data(), count);
            },
-           nb::arg("numbers"), nb::arg("more"),
            "Make `numbers`, followed by `more`, the latest state; return the number of the state. "
            "Without enough room, change nothing and return 0.");
 
   nb::class_<ElementLog>(m, "ElementLog", "A ring of changed elements, with their tables.")
-      .def(nb::init<nb::handle>(), nb::arg("ring"))
+      .def(nb::init<nb::handle>())
       .def_rw("count", &ElementLog::count)
       .def_rw("committed", &ElementLog::committed)
-      .def("has_room", &ElementLog::has_room, nb::arg("more"))
+      .def("has_room", &ElementLog::has_room)
       .def("append",
            [](ElementLog& self, std::int64_t table, nb::handle at) {
              const Array elements(at, "at", Array::kInt64, 1);
              self.append(table, elements.numbers(), elements.size());
            },
-           nb::arg("table"), nb::arg("at"), "Log elements of a table.");
+           "Log elements of a table.");
 
   const auto none = [](const char* name) { return nb::arg(name).none() = nb::none(); };
   nb::class_<Column>(m, "Column", "A table of doubles, which processes may share.")
@@ -86,7 +75,8 @@ void replaykit::bind_commits(nb::module_& m) {
                return self.set(from, reinterpret_cast<const float*>(given.bytes()), n);
              });
            },
-           nb::arg("at"), nb::arg("values"),
            "Journal elements, then overwrite, log and mark them. Without enough room, change "
            "nothing and return False.");
 }
+
+}  // namespace replaykit

@@ -1,6 +1,5 @@
 // Python bindings of the episode index. They check arrays and ranges. The caller holds the lock of
 // the storage, as for all parts that a write changes.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,17 +17,7 @@
 #include "episode_sums.h"
 #include "episodes.h"
 
-namespace nb = nanobind;
-using replaykit::Array;
-using replaykit::check_length;
-using replaykit::CountLaw;
-using replaykit::EpisodeColumns;
-using replaykit::Episodes;
-using replaykit::EpisodeSums;
-using replaykit::FlagColumn;
-using replaykit::Numbers;
-using replaykit::StreamRows;
-using replaykit::released;
+namespace replaykit {
 
 namespace {
 
@@ -53,10 +42,6 @@ struct Optional : std::optional<Array> {
     if (!array.is_none()) emplace(array, name, kind, dimensions);
   }
 };
-
-[[noreturn]] void refuse(nb::builtin_exception (*error)(const char*), const std::string& text) {
-  throw error(text.c_str());
-}
 
 // A counting rule, as `CountLaw.key` in Python returns it.
 using Law = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool,
@@ -124,8 +109,8 @@ struct Index {
   }
 
   Episodes episodes;
-  replaykit::EpisodeLaws laws;
-  replaykit::EpisodeWriter writer;
+  EpisodeLaws laws;
+  EpisodeWriter writer;
 };
 
 void check_numbers(const Array& array, const char* name, std::int64_t least, std::int64_t most) {
@@ -213,7 +198,7 @@ auto by_number(std::int64_t columns,
 
 void check_codes(const std::uint8_t* codes, std::int64_t n) {
   const bool known = std::all_of(codes, codes + n, [](int code) {
-    return code == 0 || code == replaykit::kSevered || code == replaykit::kRestored;
+    return code == 0 || code == kSevered || code == kRestored;
   });
   if (!known) throw nb::value_error("expected codes of 0, 4 or 5");
 }
@@ -235,7 +220,7 @@ void bind_columns(nb::module_& m) {
                own.push_back(
                    {reinterpret_cast<const char*>(base), stride, values, bytes, sign, role});
              }
-             std::vector<replaykit::IdColumn> names;
+             std::vector<IdColumn> names;
              for (const auto& [base, stride, bytes] : ids) {
                if (bytes < 0) throw nb::value_error("expected ids of at least 0 bytes");
                names.push_back({reinterpret_cast<const char*>(base), stride, bytes});
@@ -249,7 +234,7 @@ void bind_columns(nb::module_& m) {
 
 }  // namespace
 
-void replaykit::bind_episodes(nb::module_& m) {
+void bind_episodes(nb::module_& m) {
   bind_columns(m);
   m.def("whole_episode",
         [](const std::vector<std::uintptr_t>& columns, const std::vector<std::int64_t>& sizes,
@@ -472,3 +457,5 @@ void replaykit::bind_episodes(nb::module_& m) {
            [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
            "Return the memory of the index in bytes.");
 }
+
+}  // namespace replaykit

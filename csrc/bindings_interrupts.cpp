@@ -5,7 +5,6 @@
 // an exception. So no change that takes several bytecodes is atomic. While signals are deferred, a
 // handler that only records the signal replaces the installed handlers. Only the main thread runs
 // this code, with the interpreter lock held.
-#include <nanobind/nanobind.h>
 
 #ifdef _WIN32
 enum { LOCK_EX, LOCK_NB, LOCK_UN };

@@ -1,29 +1,16 @@
 // Python bindings of generations and of checks of priorities.
+#include "arrays.h"
 #include "bindings.h"
 #include "ledger.h"
 
-namespace nb = nanobind;
-using replaykit::Counters;
+namespace replaykit {
 
-namespace {
-
-Counters checked(std::int64_t next_position, std::int64_t slots) {
-  if (next_position < 0 || slots < 1) throw nb::value_error("expected counters of a ledger");
-  return {next_position, slots};
-}
-
-template <typename Number>
-Number* at(std::uintptr_t address) {
-  return reinterpret_cast<Number*>(address);
-}
-
-}  // namespace
-
-void replaykit::bind_ledger(nb::module_& m) {
+void bind_ledger(nb::module_& m) {
   m.def("generations",
         [](std::uintptr_t index, std::int64_t n, std::int64_t next_position, std::int64_t slots,
            std::uintptr_t out) {
-          const Counters counters = checked(next_position, slots);
+          if (next_position < 0 || slots < 1) throw nb::value_error("expected counters of a ledger");
+          const Counters counters = {next_position, slots};
           for (std::int64_t i = 0; i < n; ++i) {
             at<std::int64_t>(out)[i] = counters.generation(at<const std::int64_t>(index)[i]);
           }
@@ -51,8 +38,6 @@ void replaykit::bind_ledger(nb::module_& m) {
             ++at<std::int64_t>(generations)[i];
           }
         },
-        nb::arg("positions"), nb::arg("generations"), nb::arg("entries"), nb::arg("first"),
-        nb::arg("n"), nb::arg("row_id"),
         "Set the row ids of n slots, and add 1 to their generations.");
 
   m.def("all_plain",
@@ -62,3 +47,5 @@ void replaykit::bind_ledger(nb::module_& m) {
         },
         "Return whether all priorities are finite and not negative.");
 }
+
+}  // namespace replaykit

@@ -1,5 +1,4 @@
 // Python bindings of marks of windows. The caller has checked the addresses.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
 #include <vector>
@@ -8,10 +7,7 @@
 #include "bindings.h"
 #include "marks.h"
 
-namespace nb = nanobind;
-using replaykit::FlagOfRows;
-using replaykit::MarkOfRows;
-using replaykit::released;
+namespace replaykit {
 
 namespace {
 
@@ -34,7 +30,7 @@ std::vector<FlagOfRows> as_flags(const std::vector<std::int64_t>& flags) {
 
 }  // namespace
 
-void replaykit::bind_marks(nb::module_& m) {
+void bind_marks(nb::module_& m) {
   m.def("mark_windows",
         [](const std::vector<std::int64_t>& flags, std::uintptr_t window, std::int64_t n,
            const std::vector<std::int64_t>& marks) {
@@ -52,3 +48,5 @@ void replaykit::bind_marks(nb::module_& m) {
         "Write the columns done, truncated and terminated of n rows. `flags` has the address, "
         "stride and meaning of each flag, and `marks` address and stride of each column.");
 }
+
+}  // namespace replaykit

@@ -1,6 +1,5 @@
 // Python bindings of rows that refer to observations. Python has checked addresses and sizes. The
 // bindings and the class check positions.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,25 +12,13 @@
 #include "observations.h"
 #include "row_arguments.h"
 
-namespace nb = nanobind;
-using replaykit::as_address;
-using replaykit::checked_index;
-using replaykit::List;
-using replaykit::Observations;
-using replaykit::Side;
+namespace replaykit {
 
 namespace {
 
 // For up to this many bytes, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kBytesKept = 64 << 10;
-
-template <typename Work>
-auto unlocked(std::int64_t bytes, const Work& work) {
-  if (bytes <= kBytesKept) return work();
-  nb::gil_scoped_release release;
-  return work();
-}
 
 void check(bool fits, const char* expected) {
   if (!fits) throw nb::value_error(expected);
@@ -50,8 +37,8 @@ std::vector<std::size_t> as_places(const List& numbers, const List& follows) {
 
 Observations::Addresses as_addresses(const Observations& self, const List& addresses) {
   if (addresses.size() != self.width()) {
-    throw nb::value_error(("expected an address for each of " + std::to_string(self.width()) +
-                           " leaves, got " + std::to_string(addresses.size())).c_str());
+    refuse(nb::value_error, "expected an address for each of " + std::to_string(self.width()) +
+                                " leaves, got " + std::to_string(addresses.size()));
   }
   Observations::Addresses rows;
   rows.reserve(addresses.size());
@@ -79,12 +66,13 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> plan(Observations& self, Li
 int compare(Observations& self, const List& addresses, int threads) {
   if (addresses.empty()) return 0;
   const Observations::Addresses rows = as_addresses(self, addresses);
-  return unlocked(2 * self.compared() * self.pair_bytes(), [&] { return self.compare(rows, threads); });
+  return released<kBytesKept>(2 * self.compared() * self.pair_bytes(),
+                              [&] { return self.compare(rows, threads); });
 }
 
 }  // namespace
 
-void replaykit::bind_observations(nb::module_& m) {
+void bind_observations(nb::module_& m) {
   nb::class_<Observations>(m, "Observations", "Rows that refer to entries of a table.")
       .def("__init__",
            [](Observations* self, const List& sizes, const List& follows, const List& ends,
@@ -130,12 +118,11 @@ void replaykit::bind_observations(nb::module_& m) {
            [](const Observations& self, std::int64_t index, std::int64_t n, int kind,
               const List& to, const List& strides, int threads) {
              const std::size_t pairs = self.pairs(), kinds = kind == 2 ? 2 : 1;
-             check(to.size() == kinds * pairs && strides.size() == to.size() && kind >= 0 && kind <= 2,
-                   "expected a kind, and an address and a stride for each pair");
-             std::vector<Side> sides;
-             for (std::size_t k = 0; k < to.size(); ++k) sides.push_back({as_address(to[k]), strides[k]});
+             check(kind >= 0 && kind <= 2, "expected a kind of 0, 1 or 2");
+             const auto width = static_cast<std::int64_t>(kinds * pairs);
+             const std::vector<Side> sides = as_sides(width, to, strides);
              const List at = checked_index(index, n, self.rows());
-             unlocked(n * self.pair_bytes(), [&] {
+             released<kBytesKept>(n * self.pair_bytes(), [&] {
                self.gather(at.data(), n, kind & 1, sides.data(), threads);
                if (kinds == 2) self.gather(at.data(), n, 1, sides.data() + pairs, threads);
              });
@@ -187,8 +174,10 @@ void replaykit::bind_observations(nb::module_& m) {
            [](Observations& self, const List& addresses, int threads) {
              const Observations::Addresses rows = as_addresses(self, addresses);
              check(self.planned() >= 0, "expected a plan");
-             unlocked(self.compared() * self.row_bytes(), [&] { self.write(rows, threads); });
+             released<kBytesKept>(self.compared() * self.row_bytes(), [&] { self.write(rows, threads); });
            }, "Write the planned rows.")
       .def("commit", &Observations::commit, "Set the planned references.")
       .def("forget", &Observations::forget, "Drop the batch, and undo its plan.");
 }
+
+}  // namespace replaykit

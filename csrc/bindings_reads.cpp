@@ -1,5 +1,4 @@
 // Python bindings of gathers in background threads.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -10,15 +9,7 @@
 #include "reads.h"
 #include "row_arguments.h"
 
-namespace nb = nanobind;
-using replaykit::as_sides;
-using replaykit::checked_index;
-using replaykit::checked_limit;
-using replaykit::List;
-using replaykit::Read;
-using replaykit::Readers;
-using replaykit::Reading;
-using replaykit::Table;
+namespace replaykit {
 
 namespace {
 
@@ -52,7 +43,7 @@ class Begun {
 class Reads {
  public:
   std::shared_ptr<Readers> of_this_process() {
-    const long process = replaykit::this_process();
+    const long process = this_process();
     if (readers_->process != process) readers_ = std::make_shared<Readers>(process);
     return readers_;
   }
@@ -65,12 +56,12 @@ class Reads {
   }
 
  private:
-  std::shared_ptr<Readers> readers_ = std::make_shared<Readers>(replaykit::this_process());
+  std::shared_ptr<Readers> readers_ = std::make_shared<Readers>(this_process());
 };
 
 }  // namespace
 
-void replaykit::bind_reads(nb::module_& m) {
+void bind_reads(nb::module_& m) {
   nb::class_<Begun>(m, "Begun", "A gather in background threads.")
       .def("wait", &Begun::wait, "Wait until the gather has ended, and help; not thread-safe.")
       .def_prop_ro("over", &Begun::over, "True if the gather has ended.");
@@ -81,7 +72,7 @@ void replaykit::bind_reads(nb::module_& m) {
            [](Reads& self, const Table& table, std::int64_t index, std::int64_t n,
               std::int64_t limit, const List& to, const List& strides, int threads,
               nb::object kept) {
-             std::vector<replaykit::Side> sides = as_sides(table, to, strides);
+             std::vector<Side> sides = as_sides(table.width(), to, strides);
              List at = checked_index(index, n, checked_limit(table, limit));
              auto read = std::make_shared<Read>(table, std::move(at), std::move(sides), threads,
                                                 self.of_this_process());
@@ -95,3 +86,5 @@ void replaykit::bind_reads(nb::module_& m) {
            "IndexError if a row is outside [0, limit).")
       .def("wait", &Reads::wait, "Wait until no gather is under way, and help.");
 }
+
+}  // namespace replaykit

@@ -1,23 +1,13 @@
 // Python bindings of new goals. The caller has checked the addresses.
-#include <nanobind/nanobind.h>
-
 #include <string>
 
 #include "arrays.h"
 #include "bindings.h"
 #include "relabel.h"
 
-namespace nb = nanobind;
-using replaykit::Array;
-using replaykit::OwnRows;
-using replaykit::released;
+namespace replaykit {
 
 namespace {
-
-template <typename Number>
-Number* at(std::uintptr_t address) {
-  return reinterpret_cast<Number*>(address);
-}
 
 // For up to this many numbers, the work takes less time than releasing and taking the interpreter
 // lock.
@@ -28,7 +18,7 @@ constexpr std::int64_t kNumbersADraw = 4;
 
 }  // namespace
 
-void replaykit::bind_relabel(nb::module_& m) {
+void bind_relabel(nb::module_& m) {
   m.def(
       "later_goals",
       [](nb::handle draws, nb::handle low, nb::handle last, double p, std::uintptr_t column,
@@ -41,24 +31,20 @@ void replaykit::bind_relabel(nb::module_& m) {
           throw nb::value_error("expected two draws a row, and a slot");
         }
         const std::int64_t n = both.size(1);
-        replaykit::check_length("low", lows.size(), n);
-        replaykit::check_length("last", lasts.size(), n);
-        replaykit::check_length("chosen", rows.size(), n);
-        replaykit::check_length("goals", fresh.size(), n);
-        const replaykit::RingRows ring = {at<const char>(column), stride,
-                                          fresh.size(1) * fresh.item(), slots};
+        check_length("low", lows.size(), n);
+        check_length("last", lasts.size(), n);
+        check_length("chosen", rows.size(), n);
+        check_length("goals", fresh.size(), n);
+        const RingRows ring = {at<const char>(column), stride, fresh.size(1) * fresh.item(), slots};
         const std::int64_t done = released<kReleaseAbove>(n * kNumbersADraw, [&] {
-          return replaykit::later_goals(both.doubles(), both.doubles() + n, n, p, lows.numbers(),
-                                        lasts.numbers(), ring, rows.bytes_out(),
-                                        reinterpret_cast<char*>(fresh.bytes_out()));
+          return later_goals(both.doubles(), both.doubles() + n, n, p, lows.numbers(),
+                             lasts.numbers(), ring, rows.bytes_out(),
+                             reinterpret_cast<char*>(fresh.bytes_out()));
         });
-        if (done != n) {
-          throw nb::index_error(("expected draws of [0, 1) and times 0 <= low <= last, got others "
-                                 "in row " + std::to_string(done)).c_str());
-        }
+        if (done == n) return;
+        refuse(nb::index_error, "expected draws of [0, 1) and times 0 <= low <= last, got others in "
+                                "row " + std::to_string(done));
       },
-      nb::arg("draws"), nb::arg("low"), nb::arg("last"), nb::arg("p"), nb::arg("column"),
-      nb::arg("stride"), nb::arg("slots"), nb::arg("chosen"), nb::arg("goals"),
       "Choose rows; for every row, copy the goal achieved at a time drawn from low .. last.");
 
   m.def(
@@ -70,10 +56,10 @@ void replaykit::bind_relabel(nb::module_& m) {
         const Array rows(chosen, "chosen", Array::kBool, 1);
         const Array fresh(goals, "goals", Array::kNumbers, 2);
         const std::int64_t n = rows.size(), width = fresh.size(1);
-        replaykit::check_length("goals", fresh.size(), n);
+        check_length("goals", fresh.size(), n);
         const OwnRows to[2] = {{at<char>(goal), goal_stride}, {at<char>(next_goal), next_goal_stride}};
         const bool doubles = fresh.item() == sizeof(double);
-        const auto work = doubles ? replaykit::relabel<double> : replaykit::relabel<float>;
+        const auto work = doubles ? relabel<double> : relabel<float>;
         released<kReleaseAbove>(n * width, [&] {
           work(rows.bytes(), n, width, limit,
                {reinterpret_cast<const char*>(fresh.bytes()), width * fresh.item()},
@@ -82,3 +68,5 @@ void replaykit::bind_relabel(nb::module_& m) {
       },
       "Write new goals and rewards in the chosen rows of a batch.");
 }
+
+}  // namespace replaykit

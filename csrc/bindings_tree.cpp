@@ -15,13 +15,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "arrays.h"
 #include "committed_column.h"
 #include "ledger.h"
 #include "power.h"
 #include "tree.h"
-
-namespace nb = nanobind;
 
 namespace replaykit {
 
@@ -30,11 +27,6 @@ namespace {
 // For up to this many entries, the work takes less time than releasing and taking the interpreter
 // lock.
 constexpr std::int64_t kReleaseAbove = 64;
-
-template <class Pointed>
-Pointed* at(std::uintptr_t address) {
-  return reinterpret_cast<Pointed*>(address);
-}
 
 using Indices = std::vector<std::int64_t>;
 
@@ -55,7 +47,7 @@ TreeKind kind_of(const std::string& name) {
   if (name == "sum") return TreeKind::kSum;
   if (name == "min") return TreeKind::kMin;
   if (name == "max") return TreeKind::kMax;
-  throw nb::value_error(("expected sum, min or max, got " + name).c_str());
+  refuse(nb::value_error, "expected sum, min or max, got " + name);
 }
 
 const TreeKernels& kernels_of(const std::string& kernel, TreeKind kind, bool doubles) {
@@ -63,7 +55,7 @@ const TreeKernels& kernels_of(const std::string& kernel, TreeKind kind, bool dou
   if (kernel == "avx512" && has_avx512()) return avx512_kernels(kind, doubles);
 #endif
   if (kernel == "portable") return portable_kernels(kind, doubles);
-  throw nb::value_error(("expected a kernel that this processor runs, got " + kernel).c_str());
+  refuse(nb::value_error, "expected a kernel that this processor runs, got " + kernel);
 }
 
 // A view of a tree. It does not own the memory. The caller keeps the memory alive.
@@ -73,8 +65,7 @@ class SegmentTree {
               std::uintptr_t leaves, std::uintptr_t nodes, std::int64_t capacity)
       : kernels_(kernels_of(kernel, kind_of(kind), doubles)) {
     if (capacity < 1) {
-      throw nb::value_error(("expected a capacity of at least 1, got " +
-                             std::to_string(capacity)).c_str());
+      refuse(nb::value_error, "expected a capacity of at least 1, got " + std::to_string(capacity));
     }
     if (leaves % 64 != 0 || nodes % 64 != 0) {
       throw nb::value_error("expected memory aligned to 64 bytes");

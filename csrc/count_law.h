@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
 namespace replaykit {
 
@@ -16,11 +17,7 @@ struct CountLaw {
   bool closed, intact;
   int kind;
 
-  bool operator==(const CountLaw& other) const {
-    return least == other.least && add == other.add && below == other.below &&
-           past == other.past && open_future == other.open_future && closed == other.closed &&
-           intact == other.intact && kind == other.kind;
-  }
+  auto key() const { return std::tie(least, add, below, past, open_future, closed, intact, kind); }
 
   // Returns whether every usable row is a window by itself.
   bool single() const { return kind == kWindows && least <= 1 && add == 0; }

@@ -299,7 +299,7 @@ class EpisodeLaws {
  public:
   EpisodeSums& of(const CountLaw& law) {
     auto found = std::find_if(laws_.begin(), laws_.end(),
-                              [&](const auto& one) { return one->law() == law; });
+                              [&](const auto& one) { return one->law().key() == law.key(); });
     if (found == laws_.end()) {
       if (laws_.size() == kMost) laws_.pop_back();
       found = laws_.insert(laws_.end(), std::make_unique<EpisodeSums>(law));

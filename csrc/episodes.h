@@ -215,22 +215,12 @@ class Episodes {
 
   // Appends a row to a lane. A row that was in the slot must be the oldest row of its lane.
   void append_row(std::int64_t at, std::int64_t slot, std::int64_t id, std::uint8_t code) {
-    Lane& own = lanes_[static_cast<std::size_t>(at)];
     reserve_places(slot + 1);
-    Place& place = places_[static_cast<std::size_t>(slot)];
-    if (place.lane != kFree) {
-      evict(place.lane, lane(place.lane).lo + 1);
-      if (place.lane != at && lane(place.lane).lo == lane(place.lane).hi) {
-        emptied_.push_back(place.lane);
-      }
+    if (const std::int64_t before = places_[static_cast<std::size_t>(slot)].lane; before != kFree) {
+      evict(before, lane(before).lo + 1);
+      if (before != at && lane(before).lo == lane(before).hi) emptied_.push_back(before);
     }
-    own.slots.push(slot);
-    if (own.open == kNone) own.firsts.push(id);
-    add(at, own.hi, slot, code);
-    place = {static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(own.hi)};
-    ++own.hi;
-    own.newest = std::max(own.newest, id);
-    ++version_;
+    append_run(at, slot, id, &code, 1);
   }
 
   // Appends n rows to a lane, in slots without a row from `slot` on, with ids from `id` on.
@@ -246,7 +236,7 @@ class Episodes {
       add(at, own.hi, slot + i, codes[i]);
       places[i] = {static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(own.hi)};
     }
-    own.newest = id + n - 1;
+    own.newest = std::max(own.newest, id + n - 1);
     ++version_;
   }
 

@@ -34,14 +34,10 @@ REPLAYKIT_INLINE Moments<T> of_numbers(const T* x, std::int64_t n) {
   const T none_below = kHasNan ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::min();
   const T none_above = kHasNan ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
   T low[kLanes], high[kLanes];
-  double sums[kLanes];
-  std::int32_t good[kLanes];
-  for (int l = 0; l < kLanes; ++l) {
-    low[l] = none_above;
-    high[l] = none_below;
-    sums[l] = 0.0;
-    good[l] = 0;
-  }
+  double sums[kLanes] = {};
+  std::int32_t good[kLanes] = {};
+  for (T& value : low) value = none_above;
+  for (T& value : high) value = none_below;
   const auto look = [&](int l, T value) {
     // NaN is neither less nor greater than anything.
     const bool is_number = value == value;
@@ -101,31 +97,17 @@ REPLAYKIT_INLINE Moments<T> of_bytes(const T* x, std::int64_t n) {
   return {n, low, high, static_cast<double>(sum) / count, static_cast<double>(apart) / count};
 }
 
+template <typename T>
+REPLAYKIT_INLINE Moments<T> moments_of(const T* x, std::int64_t n) {
+  using Wide = std::conditional_t<std::is_signed<T>::value, std::int32_t, std::uint32_t>;
+  if constexpr (sizeof(T) == 1) return of_bytes<T, Wide>(x, n);
+  else return of_numbers(x, n);
+}
+
 }  // namespace
 
-REPLAYKIT_CLONES
-Moments<float> moments(const float* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<double> moments(const double* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::int8_t> moments(const std::int8_t* x, std::int64_t n) {
-  return of_bytes<std::int8_t, std::int32_t>(x, n);
-}
-REPLAYKIT_CLONES
-Moments<std::uint8_t> moments(const std::uint8_t* x, std::int64_t n) {
-  return of_bytes<std::uint8_t, std::uint32_t>(x, n);
-}
-REPLAYKIT_CLONES
-Moments<std::int16_t> moments(const std::int16_t* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::uint16_t> moments(const std::uint16_t* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::int32_t> moments(const std::int32_t* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::uint32_t> moments(const std::uint32_t* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::int64_t> moments(const std::int64_t* x, std::int64_t n) { return of_numbers(x, n); }
-REPLAYKIT_CLONES
-Moments<std::uint64_t> moments(const std::uint64_t* x, std::int64_t n) { return of_numbers(x, n); }
+#define REPLAYKIT_DEFINE(T) \
+  REPLAYKIT_CLONES Moments<T> moments(const T* x, std::int64_t n) { return moments_of(x, n); }
+REPLAYKIT_NUMBERS(REPLAYKIT_DEFINE)
 
 }  // namespace replaykit

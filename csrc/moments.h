@@ -21,16 +21,14 @@ struct Moments {
 // of the squares of so many one-byte numbers fits into a 32-bit integer.
 constexpr std::int64_t kMostMoments = 1 << 16;
 
+// The types of numbers that have moments.
+#define REPLAYKIT_NUMBERS(X)                                                                \
+  X(float) X(double) X(std::int8_t) X(std::uint8_t) X(std::int16_t) X(std::uint16_t)        \
+  X(std::int32_t) X(std::uint32_t) X(std::int64_t) X(std::uint64_t)
+
 // Requires 0 <= n <= kMostMoments.
-Moments<float> moments(const float* x, std::int64_t n);
-Moments<double> moments(const double* x, std::int64_t n);
-Moments<std::int8_t> moments(const std::int8_t* x, std::int64_t n);
-Moments<std::uint8_t> moments(const std::uint8_t* x, std::int64_t n);
-Moments<std::int16_t> moments(const std::int16_t* x, std::int64_t n);
-Moments<std::uint16_t> moments(const std::uint16_t* x, std::int64_t n);
-Moments<std::int32_t> moments(const std::int32_t* x, std::int64_t n);
-Moments<std::uint32_t> moments(const std::uint32_t* x, std::int64_t n);
-Moments<std::int64_t> moments(const std::int64_t* x, std::int64_t n);
-Moments<std::uint64_t> moments(const std::uint64_t* x, std::int64_t n);
+#define REPLAYKIT_DECLARE(T) Moments<T> moments(const T* x, std::int64_t n);
+REPLAYKIT_NUMBERS(REPLAYKIT_DECLARE)
+#undef REPLAYKIT_DECLARE
 
 }  // namespace replaykit

@@ -165,19 +165,9 @@ class Observations {
     }
     detail::parallel(n, pair_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
       for (std::size_t k = 0; k < pairs_.size(); ++k) {
-        const std::int64_t bytes = sizes_[pairs_[k].next];
-        const std::int64_t step =
-            detail::kAheadBytes / std::clamp(bytes, detail::kLine, detail::kPrefetchBytes);
-        const auto from_at = [&](std::int64_t i) {
+        detail::copy_ahead(begin, end, sizes_[pairs_[k].next], sides[k], [&](std::int64_t i) {
           return address(pairs_[k], from[static_cast<std::size_t>(i)]);
-        };
-        for (std::int64_t i = begin; i < std::min(end, begin + step); ++i) {
-          detail::prefetch(from_at(i), bytes);
-        }
-        for (std::int64_t i = begin; i < end; ++i) {
-          if (i + step < end) detail::prefetch(from_at(i + step), bytes);
-          detail::copy(sides[k].address + i * sides[k].stride, from_at(i), bytes);
-        }
+        });
       }
     });
   }

@@ -16,6 +16,41 @@
 
 namespace replaykit {
 
+inline long this_process() {
+#if defined(__unix__) || defined(__APPLE__)
+  return static_cast<long>(getpid());
+#else
+  return 0;
+#endif
+}
+
+// Returns the object of this process. A forked process has no threads of its parent, and its copies
+// of the locks have an arbitrary state. So it gets a new object. No object is ever destroyed,
+// because its threads may outlive all objects when the process exits.
+template <typename Threads>
+Threads& of_this_process() {
+  static std::atomic<Threads*> current{nullptr};
+  Threads* found = current.load(std::memory_order_acquire);
+  const long process = this_process();
+  if (found != nullptr && found->process == process) return *found;
+  Threads* made = new Threads(process);
+  if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
+  delete made;  // another thread was faster
+  return *found;
+}
+
+// Starts threads that call serve(), until there are `wanted`. The system may refuse to start more.
+template <typename Serve>
+void start_threads(int& threads, int wanted, const Serve& serve) {
+  for (; threads < wanted; ++threads) {
+    try {
+      std::thread(serve).detach();
+    } catch (const std::system_error&) {
+      return;
+    }
+  }
+}
+
 // Each process has one pool, which all tables share. Any free thread takes the next piece of a
 // loop, and so does the caller. If a thread wakes late on a busy machine, it does not delay the
 // others.
@@ -25,7 +60,7 @@ class Pool {
   // `work` must not throw. While a loop is running, callers of other loops run them alone.
   template <typename Work>
   static void run(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
-    Pool& pool = of_this_process();
+    Pool& pool = of_this_process<Pool>();
     std::unique_lock<std::mutex> alone(pool.busy_, std::try_to_lock);
     if (threads < 2 || !alone.owns_lock()) {
       work(std::int64_t{0}, n);
@@ -41,8 +76,11 @@ class Pool {
     pool.share(job, threads - 1);
   }
 
+  explicit Pool(long process) : process(process) {}
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+
+  const long process;
 
  private:
   struct Job {
@@ -61,41 +99,10 @@ class Pool {
     }
   };
 
-  explicit Pool(long process) : process_(process) {}
-
-  static long process_id() {
-#if defined(__unix__) || defined(__APPLE__)
-    return static_cast<long>(getpid());
-#else
-    return 0;
-#endif
-  }
-
-  // Returns the pool of this process. A forked process has no threads of its parent, and its copies
-  // of the locks have an arbitrary state. So it gets a new pool. Pools are never destroyed, because
-  // their threads may outlive all objects when the process exits.
-  static Pool& of_this_process() {
-    static std::atomic<Pool*> current{nullptr};
-    Pool* pool = current.load(std::memory_order_acquire);
-    const long process = process_id();
-    if (pool != nullptr && pool->process_ == process) return *pool;
-    Pool* made = new Pool(process);
-    if (current.compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
-    delete made;  // another thread was faster
-    return *pool;
-  }
-
   void share(Job& job, int helpers) {
     {
       std::lock_guard<std::mutex> guard(state_);
-      while (threads_ < helpers) {
-        try {
-          std::thread([this] { serve(); }).detach();
-        } catch (const std::system_error&) {
-          break;  // the system cannot start more threads
-        }
-        ++threads_;
-      }
+      start_threads(threads_, helpers, [this] { serve(); });
       job_ = &job;
       places_ = std::min(helpers, threads_);
     }
@@ -120,7 +127,6 @@ class Pool {
     }
   }
 
-  const long process_;
   std::mutex busy_;  // locked by the caller whose loop is running
   std::mutex state_;
   std::condition_variable wake_;

@@ -31,6 +31,13 @@ inline double two_to(std::int64_t k) {
   return value;
 }
 
+// Returns the value of a polynomial at x, with the highest coefficient first.
+template <typename... Rest>
+inline double polynomial(double x, double sum, Rest... rest) {
+  ((sum = sum * x + rest), ...);
+  return sum;
+}
+
 // Requires a finite x > 0. y equals `upper` + `lower`.
 inline double power(double x, double y, double upper, double lower) {
   const bool tiny = x < 2.2250738585072014e-308;
@@ -48,17 +55,8 @@ inline double power(double x, double y, double upper, double lower) {
 
   const double s = (m - 1.0) / (m + 1.0);
   const double z = s * s;
-  double q = 1.0 / 23.0;
-  q = q * z + 1.0 / 21.0;
-  q = q * z + 1.0 / 19.0;
-  q = q * z + 1.0 / 17.0;
-  q = q * z + 1.0 / 15.0;
-  q = q * z + 1.0 / 13.0;
-  q = q * z + 1.0 / 11.0;
-  q = q * z + 1.0 / 9.0;
-  q = q * z + 1.0 / 7.0;
-  q = q * z + 1.0 / 5.0;
-  q = q * z + 1.0 / 3.0;
+  const double q = polynomial(z, 1.0 / 23.0, 1.0 / 21.0, 1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0,
+                              1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0);
   const double log2m = (s + s * (q * z)) * 2.0 * kInvLn2;
 
   const double rest = lower * e + y * log2m;
@@ -69,21 +67,10 @@ inline double power(double x, double y, double upper, double lower) {
   r = std::min(std::max(r, -0.75), 0.75);
 
   const double t = r * kLn2;
-  double p = 1.0 / 87178291200.0;  // 1 / 14!
-  p = p * t + 1.0 / 6227020800.0;
-  p = p * t + 1.0 / 479001600.0;
-  p = p * t + 1.0 / 39916800.0;
-  p = p * t + 1.0 / 3628800.0;
-  p = p * t + 1.0 / 362880.0;
-  p = p * t + 1.0 / 40320.0;
-  p = p * t + 1.0 / 5040.0;
-  p = p * t + 1.0 / 720.0;
-  p = p * t + 1.0 / 120.0;
-  p = p * t + 1.0 / 24.0;
-  p = p * t + 1.0 / 6.0;
-  p = p * t + 1.0 / 2.0;
-  p = p * t + 1.0;
-  p = p * t + 1.0;
+  const double p = polynomial(  // 1 / 14!, 1 / 13!, ...
+      t, 1.0 / 87178291200.0, 1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0,
+      1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0,
+      1.0 / 24.0, 1.0 / 6.0, 1.0 / 2.0, 1.0, 1.0);
 
   const auto whole = static_cast<std::int32_t>(k);
   const std::int32_t half = whole >> 1;

@@ -16,19 +16,7 @@
 
 #include "rows.h"
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <unistd.h>
-#endif
-
 namespace replaykit {
-
-inline long this_process() {
-#if defined(__unix__) || defined(__APPLE__)
-  return static_cast<long>(getpid());
-#else
-  return 0;
-#endif
-}
 
 // The number of gathers under way that read the same rows in one process.
 struct Readers {
@@ -84,7 +72,7 @@ struct Read {
 class Reading {
  public:
   // Begins a gather of at least one row.
-  static void begin(const std::shared_ptr<Read>& read) { of_this_process().add(read); }
+  static void begin(const std::shared_ptr<Read>& read) { of_this_process<Reading>().add(read); }
 
   // Waits until a gather has ended, and helps with it.
   static void finish(Read& read) {
@@ -95,7 +83,7 @@ class Reading {
       read.left = 0;
       return;
     }
-    Reading& reading = of_this_process();
+    Reading& reading = of_this_process<Reading>();
     if (read.work()) {
       reading.ended(read);
     } else {
@@ -106,7 +94,7 @@ class Reading {
   // Ends a gather whose rows are not needed, after the pieces under way have been copied.
   static void abandon(Read& read) {
     if (read.over() || read.readers->process != this_process()) return;
-    Reading& reading = of_this_process();
+    Reading& reading = of_this_process<Reading>();
     if (read.stop()) {
       reading.ended(read);
     } else {
@@ -117,42 +105,23 @@ class Reading {
   // Waits until no gather of these rows is under way.
   static void await_all(const Readers& readers) {
     if (!readers.under_way || readers.process != this_process()) return;
-    of_this_process().await([&readers] { return readers.under_way == 0; });
+    of_this_process<Reading>().await([&readers] { return readers.under_way == 0; });
   }
 
+  explicit Reading(long process) : process(process) {}
   Reading(const Reading&) = delete;
   Reading& operator=(const Reading&) = delete;
 
+  const long process;
+
  private:
-  explicit Reading(long process) : process_(process) {}
-
-  // Returns the object of this process. As with `Pool`, a forked process gets a new object, and no
-  // object is ever destroyed.
-  static Reading& of_this_process() {
-    static std::atomic<Reading*> current{nullptr};
-    Reading* found = current.load(std::memory_order_acquire);
-    const long process = this_process();
-    if (found != nullptr && found->process_ == process) return *found;
-    Reading* made = new Reading(process);
-    if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
-    delete made;  // another thread was faster
-    return *found;
-  }
-
   void add(const std::shared_ptr<Read>& read) {
     const std::int64_t pieces = (read->rows + read->piece - 1) / read->piece;
     const int places = static_cast<int>(std::min<std::int64_t>(std::max(1, read->places), pieces));
     read->places = places;  // no other thread can access `read` yet
     {
       std::lock_guard<std::mutex> guard(state_);
-      while (threads_ < places) {
-        try {
-          std::thread([this] { serve(); }).detach();
-        } catch (const std::system_error&) {
-          break;  // no more threads; a waiting caller does the work
-        }
-        ++threads_;
-      }
+      start_threads(threads_, places, [this] { serve(); });  // a waiting caller helps anyway
       read->readers->under_way.fetch_add(1);
       reads_.push_back(read);
     }
@@ -222,7 +191,6 @@ class Reading {
     }
   }
 
-  const long process_;
   std::mutex state_;
   std::condition_variable wake_;
   std::condition_variable done_;

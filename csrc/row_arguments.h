@@ -2,13 +2,12 @@
 // positions.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "rows.h"
 
 namespace replaykit {
@@ -17,33 +16,45 @@ using List = std::vector<std::int64_t>;
 
 inline char* as_address(std::int64_t number) { return reinterpret_cast<char*>(number); }
 
-inline std::vector<Side> as_sides(const Table& table, const List& addresses, const List& strides,
-                           std::int64_t count = 1) {
-  const auto width = static_cast<std::size_t>(table.width() * count);
-  if (addresses.size() != width || strides.size() != width) {
-    throw nanobind::value_error(("expected an address and a stride for each of " + std::to_string(width) +
-                           " fields, got " + std::to_string(addresses.size()) + " and " +
-                           std::to_string(strides.size())).c_str());
+inline std::vector<Side> as_sides(std::int64_t width, const List& addresses, const List& strides) {
+  const auto count = static_cast<std::size_t>(width);
+  if (addresses.size() != count || strides.size() != count) {
+    refuse(nb::value_error, "expected an address and a stride for each of " +
+                                std::to_string(width) + " fields, got " +
+                                std::to_string(addresses.size()) + " and " +
+                                std::to_string(strides.size()));
   }
   std::vector<Side> sides;
-  sides.reserve(width);
-  for (std::size_t f = 0; f < width; ++f) sides.push_back({as_address(addresses[f]), strides[f]});
+  sides.reserve(count);
+  for (std::size_t f = 0; f < count; ++f) sides.push_back({as_address(addresses[f]), strides[f]});
   return sides;
+}
+
+inline std::vector<Field> as_fields(const List& bases, const List& strides, const List& sizes) {
+  if (bases.size() != strides.size() || bases.size() != sizes.size()) {
+    throw nb::value_error("expected as many strides and sizes as fields");
+  }
+  std::vector<Field> fields;
+  fields.reserve(bases.size());
+  for (std::size_t f = 0; f < bases.size(); ++f) {
+    if (sizes[f] < 0) throw nb::value_error("expected sizes of at least 0");
+    fields.push_back({as_address(bases[f]), strides[f], sizes[f]});
+  }
+  return fields;
 }
 
 inline void check_positions(const List& index, std::int64_t limit) {
   const auto n = static_cast<std::int64_t>(index.size());
   const std::int64_t wrong = Table::first_outside(index.data(), n, limit);
-  if (wrong != n) {
-    throw nanobind::index_error(("expected rows in [0, " + std::to_string(limit) + "), got " +
-                           std::to_string(index[static_cast<std::size_t>(wrong)])).c_str());
-  }
+  if (wrong == n) return;
+  refuse(nb::index_error, "expected rows in [0, " + std::to_string(limit) + "), got " +
+                              std::to_string(index[static_cast<std::size_t>(wrong)]));
 }
 
 // Returns a checked copy of the index. A copy is necessary because other threads may write to the
 // caller's index meanwhile.
 inline List checked_index(std::int64_t address, std::int64_t n, std::int64_t limit) {
-  if (n < 0) throw nanobind::value_error("expected a number of rows of at least 0");
+  if (n < 0) throw nb::value_error("expected a number of rows of at least 0");
   const auto* given = reinterpret_cast<const std::int64_t*>(address);
   List index(given, given + n);
   check_positions(index, limit);
@@ -51,11 +62,9 @@ inline List checked_index(std::int64_t address, std::int64_t n, std::int64_t lim
 }
 
 inline std::int64_t checked_limit(const Table& table, std::int64_t limit) {
-  if (limit < 0 || limit > table.rows()) {
-    throw nanobind::value_error(("expected at most " + std::to_string(table.rows()) + " rows, got " +
-                           std::to_string(limit)).c_str());
-  }
-  return limit;
+  if (limit >= 0 && limit <= table.rows()) return limit;
+  refuse(nb::value_error, "expected at most " + std::to_string(table.rows()) + " rows, got " +
+                              std::to_string(limit));
 }
 
 }  // namespace replaykit

@@ -87,8 +87,18 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
   std::memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
-// The number of rows whose pages are looked up in the page cache before a mapped batch is read.
-constexpr std::int64_t kLooks = 1;
+// Copies `bytes` bytes from from(i) to row i of a side, for i in [begin, end).
+template <typename From>
+void copy_ahead(std::int64_t begin, std::int64_t end, std::int64_t bytes, Side side, From from) {
+  const std::int64_t ahead = kAheadBytes / std::clamp(bytes, kLine, kPrefetchBytes);
+  const std::int64_t warm = std::min(end, begin + ahead);
+  for (std::int64_t i = begin; i < warm; ++i) prefetch(from(i), bytes);
+  for (std::int64_t i = begin; i < end; ++i) {
+    if (i + ahead < end) prefetch(from(i + ahead), bytes);
+    copy(side.address + i * side.stride, from(i), bytes);
+  }
+}
+
 // The number of rows that are copied before the first check for reads from disk. Another check
 // follows after the last row. Each check takes as long as a dozen rows.
 constexpr std::int64_t kFirstRows = 32;
@@ -196,20 +206,11 @@ class Table {
     for (std::size_t f = 0; f < fields_.size(); ++f) {
       const Field& field = fields_[f];
       if (!field.bytes) continue;
-      const Side& side = sides[f];
-      const std::int64_t ahead =
-          detail::kAheadBytes / std::clamp(field.bytes, detail::kLine, detail::kPrefetchBytes);
-      const std::int64_t warm = std::min(end, begin + ahead);
-      for (std::int64_t i = begin; i < warm; ++i) {
-        detail::prefetch(field.base + index[i] * field.stride, field.bytes);
-      }
-      for (std::int64_t i = begin; i < end; ++i) {
-        if (i + ahead < end) {
-          detail::prefetch(field.base + index[i + ahead] * field.stride, field.bytes);
-        }
-        detail::copy(side.address + i * side.stride, field.base + index[i] * field.stride,
-                     field.bytes);
-      }
+      // A store of bytes could change what a reference refers to, so the function has copies.
+      const auto row = [base = field.base, stride = field.stride, index](std::int64_t i) {
+        return base + index[i] * stride;
+      };
+      detail::copy_ahead(begin, end, field.bytes, sides[f], row);
     }
   }
 
@@ -245,16 +246,7 @@ class Table {
   // Copies rows into the slots `slots`, field f from sides[f]. The caller has checked the slots.
   void scatter(const std::int64_t* slots, std::int64_t n, const std::vector<Side>& sides,
                int threads) const {
-    detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
-      for (std::size_t f = 0; f < fields_.size(); ++f) {
-        const Field& field = fields_[f];
-        if (!field.bytes) continue;  // an empty field may have no address
-        for (std::int64_t i = begin; i < end; ++i) {
-          detail::copy(field.base + slots[i] * field.stride, sides[f].address + i * sides[f].stride,
-                       field.bytes);
-        }
-      }
-    });
+    scatter_to([slots](std::int64_t i) { return slots[i]; }, n, sides, threads);
   }
 
   // Returns whether any of n rows, which are contiguous on each side, may lie in this table.
@@ -273,21 +265,27 @@ class Table {
   // Copies n <= rows() rows to slots first, first + 1, ..., wrapping around after the last slot.
   void scatter_ring(std::int64_t first, std::int64_t n, const std::vector<Side>& sides,
                     int threads) const {
+    const auto slot = [=](std::int64_t i) {
+      return first + i < rows_ ? first + i : first + i - rows_;
+    };
+    scatter_to(slot, n, sides, threads);
+  }
+
+ private:
+  template <typename Slot>
+  void scatter_to(const Slot& slot, std::int64_t n, const std::vector<Side>& sides,
+                  int threads) const {
     detail::parallel(n, row_bytes_, threads, [&](std::int64_t begin, std::int64_t end) {
       for (std::size_t f = 0; f < fields_.size(); ++f) {
-        const Field& field = fields_[f];
-        if (!field.bytes) continue;
-        std::int64_t slot = first + begin < rows_ ? first + begin : first + begin - rows_;
+        const auto [base, stride, bytes] = fields_[f];
+        if (!bytes) continue;  // an empty field may have no address
         for (std::int64_t i = begin; i < end; ++i) {
-          detail::copy(field.base + slot * field.stride, sides[f].address + i * sides[f].stride,
-                       field.bytes);
-          if (++slot == rows_) slot = 0;
+          detail::copy(base + slot(i) * stride, sides[f].address + i * sides[f].stride, bytes);
         }
       }
     });
   }
 
- private:
   void frames_of(const Field& field, const std::int64_t* index, const std::int64_t* reach,
                  std::int64_t begin, std::int64_t end, std::int64_t lanes, std::int64_t count,
                  bool zero, const Side* to) const {
@@ -320,9 +318,13 @@ class Table {
   bool mapped_range(const std::int64_t* index, std::int64_t begin, std::int64_t end,
                     const std::vector<Side>& sides, std::uintptr_t page, bool cold) const {
     const std::int64_t before = detail::blocks_read();
-    // Looks up a few rows first, before any read, since reading an uncached page also caches its
-    // neighbours.
-    bool advised = cold || looks_cold(index, begin, end, page);
+    // Looks up a page of the first row before any read, since reading an uncached page also caches
+    // its neighbours.
+    bool advised = cold;
+    if (!advised && begin < end && !fields_.empty() && fields_.front().bytes) {
+      const Field& first = fields_.front();
+      advised = !detail::resident(first.base + index[begin] * first.stride, page);
+    }
     std::int64_t block = advised ? end - begin : detail::kFirstRows;
     if (advised) advise(index, begin, end, page);
     while (begin < end) {
@@ -336,16 +338,6 @@ class Table {
       }
     }
     return detail::blocks_read() != before;
-  }
-
-  bool looks_cold(const std::int64_t* index, std::int64_t begin, std::int64_t end,
-                  std::uintptr_t page) const {
-    const std::int64_t stop = std::min(end, begin + detail::kLooks);
-    for (std::int64_t i = begin; i < stop; ++i) {
-      const Field& field = fields_[static_cast<std::size_t>(i - begin) % fields_.size()];
-      if (field.bytes && !detail::resident(field.base + index[i] * field.stride, page)) return true;
-    }
-    return false;
   }
 
   void advise(const std::int64_t* index, std::int64_t begin, std::int64_t end,

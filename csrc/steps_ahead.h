@@ -33,13 +33,11 @@ class StepsAhead {
              std::int64_t lanes, double gamma, std::vector<double> discounts)
       : reward_(reward), flag_(flag), fields_(std::move(fields)), rows_(rows), lanes_(lanes),
         gamma_(gamma), discounts_(std::move(discounts)) {
-    for (const Field& field : fields_) row_bytes_ += field.bytes;
     mark_reads();
   }
 
   bool has_flag() const { return flag_.base != nullptr; }
   std::int64_t width() const { return static_cast<std::int64_t>(fields_.size()); }
-  std::int64_t row_bytes() const { return row_bytes_; }
 
   // Writes the results for n rows `element` at times `time`, whose episodes end at `last`. Copies
   // field f of each last summed row to sides[f]. Returns the position of the first invalid element,
@@ -167,7 +165,6 @@ class StepsAhead {
   std::int64_t rows_, lanes_;
   double gamma_;
   std::vector<double> discounts_;
-  std::int64_t row_bytes_ = 0;
 };
 
 }  // namespace replaykit

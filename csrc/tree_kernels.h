@@ -17,14 +17,6 @@ namespace {
 // descents hide the latency of memory, and more do not help.
 constexpr std::int64_t kWave = 128;
 
-struct Floats {
-  const float* data;
-  float operator[](std::int64_t i) const { return data[i]; }
-};
-struct Doubles {
-  const double* data;
-  double operator[](std::int64_t i) const { return data[i]; }
-};
 struct One {
   double value;
   double operator[](std::int64_t) const { return value; }
@@ -113,8 +105,8 @@ struct Kernels {
   template <class Write>
   static std::int64_t from_source(Values values, const Write& write_from) {
     switch (values.kind) {
-      case Values::kFloats: return write_from(Floats{static_cast<const float*>(values.data)});
-      case Values::kDoubles: return write_from(Doubles{static_cast<const double*>(values.data)});
+      case Values::kFloats: return write_from(static_cast<const float*>(values.data));
+      case Values::kDoubles: return write_from(static_cast<const double*>(values.data));
       default: return write_from(One{values.one});
     }
   }
@@ -216,7 +208,7 @@ struct Descent {
         // The sum and the e_j are added in different orders, so they may differ by rounding.
         // Therefore any x that is not below the sum becomes infinite. An infinite x enters the last
         // positive child of every node.
-        rest[i] = x[begin + i] >= sum ? Limits<double>::kInfinity : x[begin + i];
+        rest[i] = x[begin + i] >= sum ? kInfinity<double> : x[begin + i];
         at[i] = 0;
       }
       for (int l = top; l > 0; --l) {

@@ -6,37 +6,24 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace replaykit {
 namespace {
 
+// Constants, since functions of the standard library have linkage.
 template <class Number>
-struct Limits;
-
-template <>
-struct Limits<float> {
-  static constexpr float kSmallestNormal = 1.17549435082228750797e-38F;
-  static constexpr float kInfinity = __builtin_huge_valf();
-};
-
-template <>
-struct Limits<double> {
-  static constexpr double kSmallestNormal = 2.22507385850720138309e-308;
-  static constexpr double kInfinity = __builtin_huge_val();
-};
+constexpr Number kSmallestNormal = std::numeric_limits<Number>::min();
+template <class Number>
+constexpr Number kInfinity = std::numeric_limits<Number>::infinity();
 
 // Returns whether a number is below zero; -0.0 is not. The function tests the bits, since
 // comparisons ignore the sign of a subnormal number in threads that flush such numbers to zero.
-static inline bool is_negative(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits > 0x80000000U;
-}
-
-static inline bool is_negative(double value) {
-  std::uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits > 0x8000000000000000U;
+template <class Number>
+static inline bool is_negative(Number value) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  return bits > std::uint64_t{1} << (8 * sizeof value - 1);
 }
 
 // `Lanes` adds eight numbers. The kernels for each processor define it.
@@ -57,7 +44,7 @@ struct Sum {
   template <class Source>
   static Leaf stored(Source value) {
     const Leaf leaf = static_cast<Leaf>(value);
-    return leaf < Limits<Leaf>::kSmallestNormal ? Leaf(0) : leaf;
+    return leaf < kSmallestNormal<Leaf> ? Leaf(0) : leaf;
   }
 
   template <class Child>
@@ -94,13 +81,13 @@ struct Extreme {
 
 template <class Leaf>
 struct Min : Extreme<Min<Leaf>, Leaf> {
-  static constexpr Leaf kIdentity = Limits<Leaf>::kInfinity;
+  static constexpr Leaf kIdentity = kInfinity<Leaf>;
   static Leaf both(Leaf a, Leaf b) { return b < a ? b : a; }
 };
 
 template <class Leaf>
 struct Max : Extreme<Max<Leaf>, Leaf> {
-  static constexpr Leaf kIdentity = -Limits<Leaf>::kInfinity;
+  static constexpr Leaf kIdentity = -kInfinity<Leaf>;
   static Leaf both(Leaf a, Leaf b) { return a < b ? b : a; }
 };
 
