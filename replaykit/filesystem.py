@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 __all__ = [
@@ -253,16 +254,20 @@ class EarlySync:
         self._pool = ThreadPoolExecutor(2)
         self._under_way: list[Future[None]] = []
         self._waiting: dict[Path, int] = {}
+        self._lock = Lock()
 
     def wrote(self, path: Path, nbytes: int) -> None:
-        """Report that ``nbytes`` bytes were written to a file; never waits."""
-        nbytes += self._waiting.get(path, 0)
-        self._waiting[path] = nbytes
-        if nbytes < self._each or sum(not sync.done() for sync in self._under_way) > 1:
-            return
-        self._waiting[path] = 0
-        self._under_way = [s for s in self._under_way if not s.done() or s.exception() is not None]
-        self._under_way.append(self._pool.submit(_sync_file, path))
+        """Report that ``nbytes`` bytes were written to a file; never waits for a disk."""
+        with self._lock:  # several threads may write
+            nbytes += self._waiting.get(path, 0)
+            self._waiting[path] = nbytes
+            if nbytes < self._each or sum(not sync.done() for sync in self._under_way) > 1:
+                return
+            self._waiting[path] = 0
+            self._under_way = [
+                s for s in self._under_way if not s.done() or s.exception() is not None
+            ]
+            self._under_way.append(self._pool.submit(_sync_file, path))
 
     def __enter__(self) -> EarlySync:
         return self

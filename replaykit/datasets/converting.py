@@ -132,7 +132,7 @@ def convert(
             files,
             natural=layout.natural_files,
             suffixes=layout.suffixes,
-            threads=workers,
+            threads=max(2, workers),  # a second thread halves the time before the first row
             checked=isinstance(layout, Layout) and options.policies.on_invalid != "skip",
             target=room_needed_at(Path(dest), may_shrink=options.policies.may_shrink, force=force),
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,8 +50,8 @@ _REWARD: Final[Key] = ("next", "reward")
 _FLAGS: Final = tuple(key for name in DEFAULT_DONE_KEYS for key in ((name,), ("next", name)))
 _IDS: Final[tuple[Key, ...]] = (("episode",), ("seed",))
 _FLAG_ROWS: Final = 1 << 20
-_HASHED_BYTES: Final = 1 << 20
-"""Least size of a block that a thread hashes, because the change of threads costs time, too."""
+_HANDED_BYTES: Final = 1 << 17
+"""Least size of a block that a thread works on, because the change of threads costs time, too."""
 _UNUSED: Final = ("missing", "extra", "constant", "all_nan", "duplicate", "unrecorded")
 """Policies about arrays that episodes share or lack, which tables do not have."""
 
@@ -179,7 +180,7 @@ class _Writer:
             for column in wanted
             if column.key[0] in ("observation", "action") and not column.frames
         }
-        self._hashed: list[Future[None]] = []
+        self._handed: list[Future[None]] = []
         self.columns = self._create()
         images = [c.key for c in wanted if c.frames and c.frames["kind"] == "image"]
         self._images = {
@@ -221,17 +222,17 @@ class _Writer:
         with (
             progress_bar("converting", total, progress) as advance,
             synced_early(self.columns),
-            ThreadPoolExecutor(1) as self._hashing,
+            ThreadPoolExecutor(2) as self._threads,
         ):
             for block in self.source.blocks(self._kept, list(self._wanted), block_bytes):
                 for key, values in block.items():
                     self._write(key, values, at[key])
                     at[key] += len(values)
                     advance(values.nbytes)
-                # A thread hashes while this one writes. The next block needs the memory.
-                for hashed in self._hashed:
-                    hashed.result()
-                self._hashed.clear()
+                # The next block needs the memory, and follows in the same columns.
+                for work in self._handed:
+                    work.result()
+                self._handed.clear()
             if len(self.judge.bad) > self._known:
                 return  # other rows will be written without these episodes
             for key, count in at.items():
@@ -273,14 +274,18 @@ class _Writer:
         if not column.frames:
             self._measure(key, values, stored, start)
         if key in self._digests:
-            add = self._digests[key].add
-            if stored.nbytes < _HASHED_BYTES:
-                add(stored)
-            else:
-                self._hashed.append(self._hashing.submit(add, stored))
+            self._hand(stored.nbytes, partial(self._digests[key].add, stored))
         low, high = np.searchsorted(self._starts, (start, stop))
         firsts = (self._starts[low:high] - start).tolist()
-        self.columns[key].write(start, stored, verify=sorted({0, *firsts, len(values) - 1}))
+        verify = sorted({0, *firsts, len(values) - 1})
+        self._hand(stored.nbytes, partial(self.columns[key].write, start, stored, verify=verify))
+
+    def _hand(self, nbytes: int, work: Callable[[], None]) -> None:
+        """Let a thread hash or write a large block, while this one checks the next column."""
+        if nbytes < _HANDED_BYTES:
+            work()
+        else:
+            self._handed.append(self._threads.submit(work))
 
     def _episode(self, row: int) -> int:
         return int(np.searchsorted(self._stops, row, "right"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,8 @@ from replaykit.feeds.trajectory_sources import TrajectorySource
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
 Array = npt.NDArray[Any]
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,22 @@ class TableLayout:
     def described_by(self, path: Path) -> tuple[Path, ...]:
         """Return no path, because all files of a table are source files."""
         return ()
+
+
+def loaded_ahead(
+    load: Callable[[Item], Value], items: Iterable[Item]
+) -> Iterator[tuple[Item, Future[Value]]]:
+    """Yield items with their values, while a thread loads the value of the next item.
+
+    Memory: two values. The future of an item raises the errors of ``load``.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        begun: deque[tuple[Item, Future[Value]]] = deque()
+        for item in items:
+            begun.append((item, thread.submit(load, item)))
+            if len(begun) > 1:
+                yield begun.popleft()
+        yield from begun
 
 
 _MADE: Final = frozenset(ALWAYS) - {TERMINATED, TRUNCATED}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -31,6 +32,7 @@ from replaykit.datasets.engine.table_sources import (
     TableEpisodes,
     TableLayout,
     TableSource,
+    loaded_ahead,
 )
 from replaykit.datasets.families.lerobot_checks import (
     EpisodeMoments,
@@ -223,16 +225,18 @@ class LeRobotFrames:
         """Check that all files exist, and number the videos that the data set keeps."""
         of, paths = self._set, self._set.paths
         kept: set[str] = set()
-        for position, name in enumerate(of.data):
-            names = [(name, "V71")]
-            names += [(of.videos[each.name].files[position], "V73") for each in self._videos]
-            missing = next((pair for pair in names if pair[0] not in paths), None)
+        sizes = lru_cache(1)(lambda name: paths[name].stat().st_size)
+        videos = (of.videos[each.name].files for each in self._videos)
+        for position, names in enumerate(zip(of.data, *videos, strict=True)):
+            missing = next((at for at, name in enumerate(names) if name not in paths), None)
             if missing is not None:
-                what = f"{missing[0]} is missing, to which the metadata points"
-                self._judge.condemn(position, self.location(position).error(what, missing[1]))
-            else:
-                self._check_length(position, paths[name])
-                kept.update(name for name, rule in names if rule == "V73")
+                what = f"{names[missing]} is missing, to which the metadata points"
+                error = self.location(position).error(what, "V73" if missing else "V71")
+                self._judge.condemn(position, error)
+                continue
+            kept.update(names[1:])
+            if of.lengths[position] > sizes(names[0]):  # few files have more rows than bytes
+                self._check_length(position, paths[names[0]])
         for feature in self._videos:
             self._check_parts(feature, of.videos[feature.name])
         self._files = {name: at for at, name in enumerate(sorted(kept), 1)}
@@ -244,8 +248,6 @@ class LeRobotFrames:
     def _check_length(self, position: int, path: Path) -> None:
         """Check a length before room for the rows is reserved (V70)."""
         length = int(self._set.lengths[position])
-        if length <= path.stat().st_size:  # few files have more rows than bytes
-            return
         try:
             with file_errors(path, "V10"), arrow().ParquetFile(path) as file:
                 rows = file.metadata.num_rows
@@ -333,25 +335,27 @@ class LeRobotFrames:
         everywhere: dict[str, list[int]] = {}
         for position, name in enumerate(self._set.data):
             everywhere.setdefault(name, []).append(position)
-        for name, positions in files.items():
-            yield from self._blocks(name, everywhere[name], positions, wanted, block_bytes)
+        # Findings have the order of the files, because loading has none.
+        for name, loaded in loaded_ahead(partial(self._load, wanted), files):
+            yield from self._blocks(
+                name, loaded, everywhere[name], files[name], wanted, block_bytes
+            )
         if kept.all():
             self._check_totals()
 
     def _blocks(
         self,
         name: str,
+        loaded: Future[tuple[Any, dict[str, Array]]],
         positions: Sequence[int],
         kept: Sequence[int],
         wanted: Sequence[Feature],
         block_bytes: int,
     ) -> Iterator[Mapping[Key, Array]]:
         """Yield the rows of the kept episodes of one Parquet file."""
-        of, path = self._set, self._set.path(name)
-        columns = [each for each in of.features if each.dtype != "video" and
-                   (each in wanted or each.name in INDEX)]  # fmt: skip
+        of = self._set
         try:
-            table, values = self._read(path, columns)
+            table, values = loaded.result()
         except CorpusError as error:
             for position in kept:
                 self._judge.condemn(position, error)
@@ -395,13 +399,14 @@ class LeRobotFrames:
                     except CorpusError as error:
                         self._judge.condemn(position, error)
 
-    @staticmethod
-    def _read(path: Path, columns: Sequence[Feature]) -> tuple[Any, dict[str, Array]]:
+    def _load(self, wanted: Sequence[Feature], name: str) -> tuple[Any, dict[str, Array]]:
         """Return the table of a Parquet file, and its columns of numbers by name."""
-        with file_errors(path, "V10"):
-            # A table of one file needs no data set of Arrow, which takes longer to make.
-            with arrow().ParquetFile(path) as file:
-                table = file.read([each.name for each in columns])
+        path = self._set.path(name)
+        columns = [each for each in self._set.features if each.dtype != "video" and
+                   (each in wanted or each.name in INDEX)]  # fmt: skip
+        # A table of one file needs no data set of Arrow, which takes longer to make.
+        with file_errors(path, "V10"), arrow().ParquetFile(path) as file:
+            table = file.read([each.name for each in columns])
             missing = {each.name for each in columns} - set(table.column_names)
             if missing:
                 raise CorpusError(f"{path}: lacks the columns {sorted(missing)} [V12]")

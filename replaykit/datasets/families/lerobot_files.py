@@ -8,6 +8,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -348,7 +349,8 @@ def _read_v3(
     if path is None:
         raise CorpusError(f"{paths[INFO].parent / 'tasks.parquet'}: is missing [V05]")
     with file_errors(path):
-        table = arrow().read_table(path)
+        # read_table() would import pandas, if installed, which takes longer than most conversions.
+        table = arrow().ParquetFile(path).read()
         text = next(name for name in table.column_names if name != "task_index")
         entries = [
             {"task_index": number, "task": task}
@@ -434,8 +436,9 @@ class _EpisodeFile:
     def _names(self, info: Mapping[str, Any], prefix: str, video_key: str = "") -> list[str]:
         chunks, files = (self._whole(f"{prefix}/{part}_index") for part in ("chunk", "file"))
         pattern = "video_path" if video_key else "data_path"
+        made = lru_cache(1)(partial(file_name, info, pattern, video_key=video_key))
         return [
-            file_name(info, pattern, video_key=video_key, chunk_index=chunk, file_index=file)
+            made(chunk_index=chunk, file_index=file)
             for chunk, file in zip(chunks.tolist(), files.tolist(), strict=True)
         ]
 
@@ -481,13 +484,14 @@ def values_of(column: Any, feature: Feature) -> Array:
     Raises:
         ValueError: the column has nulls, another dtype, or values of other shapes.
     """
-    array = column.combine_chunks() if hasattr(column, "combine_chunks") else column
-    if hasattr(array, "chunks"):  # no chunks at all, or more than fit one array
+    chunks = getattr(column, "chunks", [column])
+    if len(chunks) > 1:
         import pyarrow
 
-        array = pyarrow.concat_arrays(array.chunks) if array.num_chunks else None
-    if array is None:
+        chunks = [pyarrow.concat_arrays(chunks)]
+    if not chunks:
         return np.empty((0, *feature.shape), feature.dtype)
+    array = chunks[0]  # combining a single chunk would copy it
     count = len(array)
     array = getattr(array, "storage", array)
     sizes = [count]
