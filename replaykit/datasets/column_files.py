@@ -479,15 +479,28 @@ def attach_files(directory: Path, files: Mapping[str, Path]) -> Iterator[Attache
     """
     for name, path in files.items():
         target = directory / f"{name}{ATTACHED}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        real = Path(os.path.realpath(path))
-        size = real.stat().st_size
-        try:
-            os.link(real, target)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOSPC):
-                raise
-            require_room(directory, size, size)
-            shutil.copyfile(real, target)
+        size = link_or_copy(path, target)
         relative = target.relative_to(directory).as_posix()
         yield AttachedFile(relative, size, crc32_of_file(target))
+
+
+def link_or_copy(path: Path, target: Path) -> int:
+    """Link a file to a new path, or copy it if it cannot be linked; return its size in bytes.
+
+    A link at ``path`` is followed. The folders of ``target`` are made.
+
+    Raises:
+        OSError: the file cannot be read, or the disk has too little room for a copy.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    real = os.path.realpath(path)
+    size = os.stat(real).st_size
+    try:
+        os.link(real, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        require_room(target.parent, size, size)
+        with disk_errors(target, size):
+            shutil.copyfile(real, target)
+    return size

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import quote
 
 from replaykit.buffer.components import SamplerT
+from replaykit.datasets.column_files import link_or_copy
 from replaykit.datasets.dataset_manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -40,7 +38,7 @@ from replaykit.datasets.publishing import (
 )
 from replaykit.datasets.transfers import Progress, Retry, is_offline, write_note
 from replaykit.errors import DownloadError, UploadError
-from replaykit.filesystem import disk_errors, require_room
+from replaykit.filesystem import require_room
 
 CARD_NAME: Final = "README.md"
 _TAGS: Final = ("replaykit", "reinforcement-learning")
@@ -157,8 +155,6 @@ Converted by the rules `{manifest.converter.get("name")}`, version \
 """
 
 
-T = TypeVar("T")
-
 FORMAT_TAG: Final = f"replaykit-format-{FORMAT_VERSION}"
 """The tag of the newest commit that this version of the package can read."""
 _META_NAME: Final = "meta.json"
@@ -223,41 +219,41 @@ def push(
     if is_offline():
         raise offline_error(subject)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
 
     api = HfApi(endpoint=subject.endpoint, token=token)
     known: dict[str, Any] = {"repo_id": repo_id, "repo_type": "dataset"}
-    ask = _Asker(subject)
-    ask(api.create_repo, **known, private=private, exist_ok=True)
-    if revision is not None and revision != "main":
-        ask(api.create_branch, **known, branch=revision, exist_ok=True)
-    head = str(ask(api.dataset_info, repo_id, revision=subject.revision).sha)
-    there = set(ask(api.list_repo_files, **known, revision=head))
-    text = card(
-        published.manifest,
-        repo_id,
-        license=licence,
-        tags=tags,
-        existing=_text(ask, api, known, head, CARD_NAME) if CARD_NAME in there else None,
-    )
+    with _upload_errors(subject):
+        api.create_repo(**known, private=private, exist_ok=True)
+        if revision is not None and revision != "main":
+            api.create_branch(**known, branch=revision, exist_ok=True)
+        head = str(api.dataset_info(repo_id, revision=subject.revision).sha)
+        there = set(api.list_repo_files(**known, revision=head))
+        old = {
+            name: Path(api.hf_hub_download(**known, filename=name, revision=head)).read_bytes()
+            for name in there & {CARD_NAME, MANIFEST_NAME}
+        }
+    existing = old[CARD_NAME].decode() if CARD_NAME in old else None
+    text = card(published.manifest, repo_id, license=licence, tags=tags, existing=existing)
     ours = list(members(published.path, published.manifest))
-    obsolete: set[str] = set()
-    if MANIFEST_NAME in there:
-        obsolete = there & _named(_text(ask, api, known, head, MANIFEST_NAME)) - set(ours)
+    obsolete = there & _named(old.get(MANIFEST_NAME, b"")) - set(ours)
     operations: list[Any] = [
         CommitOperationAdd(name, str(published.path.joinpath(*name.split("/")))) for name in ours
     ]
     operations.append(CommitOperationAdd(CARD_NAME, text.encode()))
     operations += [CommitOperationDelete(name) for name in sorted(obsolete)]
-    commit = ask(
-        api.create_commit,
-        **known,
-        operations=operations,
-        commit_message=message or f"Push {published.manifest.rows:,} rows with replaykit",
-        revision=subject.revision,
-        parent_commit=head,
-    )
-    if subject.revision == "main":
-        _move_tag(ask, api, known, commit.oid)
+    with _upload_errors(subject):
+        commit = api.create_commit(
+            **known,
+            operations=operations,
+            commit_message=message or f"Push {published.manifest.rows:,} rows with replaykit",
+            revision=subject.revision,
+            parent_commit=head,
+        )
+        if subject.revision == "main":
+            with suppress(RevisionNotFoundError):
+                api.delete_tag(**known, tag=FORMAT_TAG)
+            api.create_tag(**known, tag=FORMAT_TAG, revision=commit.oid)
     return str(commit.commit_url)
 
 
@@ -287,73 +283,51 @@ def _licence(manifest: Manifest, given: str | None) -> str:
     return str(known) if given is None else given
 
 
-class _Asker:
-    """A wrapper of client calls that converts their errors into the errors of `push`."""
+@contextmanager
+def _upload_errors(subject: Subject) -> Iterator[None]:
+    """Convert errors of the client into the errors of `push`."""
+    try:
+        yield
+    except Exception as error:
+        # The client also raises exceptions of its HTTP library, so no narrower type is enough.
+        raise _explained(subject, error) from error
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
 
-    def __call__(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            # The client also raises exceptions of its HTTP library, so no narrower type is
-            # enough.
-            raise self._explain(error) from error
-
-    def _explain(self, error: Exception) -> Exception:
-        response = getattr(error, "response", None)
-        if response is None:
-            response = getattr(error.__cause__, "response", None)
-        status = getattr(response, "status_code", None)
-        where = self._subject.repository
-        if status in (401, 403):
-            return PermissionError(
-                f"writing to {where} was refused (HTTP {status}): log in with a token that may "
-                "write (`hf auth login`, or set HF_TOKEN)"
-            )
-        refused = self._subject.refusal(error)
-        if refused is not None:
-            return refused
-        first = (str(error).strip() or "no details").splitlines()[0]
-        said = f"{type(error).__name__}: {first}"
-        if status == 412:
-            said = "another client has pushed to it in between"
-        elif status is not None:
-            said = f"the server answered HTTP {status} ({said})"
-        return UploadError(
-            f"could not push to {where}, revision {self._subject.revision}: {said}; push again: "
-            "uploaded files are not sent again"
+def _explained(subject: Subject, error: Exception) -> Exception:
+    response = getattr(error, "response", None)
+    if response is None:
+        response = getattr(error.__cause__, "response", None)
+    status = getattr(response, "status_code", None)
+    where = subject.repository
+    if status in (401, 403):
+        return PermissionError(
+            f"writing to {where} was refused (HTTP {status}): log in with a token that may write "
+            "(`hf auth login`, or set HF_TOKEN)"
         )
+    refused = subject.refusal(error)
+    if refused is not None:
+        return refused
+    first = (str(error).strip() or "no details").splitlines()[0]
+    said = f"{type(error).__name__}: {first}"
+    if status == 412:
+        said = "another client has pushed to it in between"
+    elif status is not None:
+        said = f"the server answered HTTP {status} ({said})"
+    return UploadError(
+        f"could not push to {where}, revision {subject.revision}: {said}; push again: uploaded "
+        "files are not sent again"
+    )
 
 
-def _text(ask: _Asker, api: Any, known: Mapping[str, Any], commit: str, name: str) -> str:
-    path = ask(api.hf_hub_download, **known, filename=name, revision=commit)
-    return Path(path).read_text(encoding="utf-8")
-
-
-def _named(text: str) -> set[str]:
+def _named(text: bytes) -> set[str]:
     """Return the files in the text of an earlier manifest, or none if it is malformed."""
     try:
-        manifest = Manifest.parse(text.encode())
+        manifest = Manifest.parse(text)
     except ValueError:
         return set()
     names = {name for name, _, _ in manifest.files()}
     folders = {parent for name in names for parent in PurePosixPath(name).parents}
     return names | {str(folder / _META_NAME) for folder in folders}
-
-
-def _move_tag(ask: _Asker, api: Any, known: Mapping[str, Any], commit: str) -> None:
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    def remove() -> None:
-        try:
-            api.delete_tag(**known, tag=FORMAT_TAG)
-        except RevisionNotFoundError:
-            return
-
-    ask(remove)
-    ask(api.create_tag, **known, tag=FORMAT_TAG, revision=commit)
 
 
 _REVISIONS: Final = ".revisions"
@@ -470,8 +444,7 @@ def _receive(
     paths = fetch(chosen, progress=progress, **options)
     for file, path in zip(files, paths, strict=True):
         target = directory.joinpath(*file.path.split("/"))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(path, target, file)
+        link_or_copy(path, target)
         if file.path in checksums and crc32_of_file(target) != checksums[file.path][1]:
             raise _broken(listing, f"has another {file.path} than its {MANIFEST_NAME} describes")
     hold_back(directory)
@@ -493,18 +466,6 @@ def _require_room(directory: Path, files: tuple[HubFile, ...]) -> None:
     if cache.stat().st_dev != directory.stat().st_dev:
         sizes = [file.size for file in files]
         require_room(directory, sum(sizes), max(sizes))
-
-
-def _link_or_copy(path: Path, target: Path, file: HubFile) -> None:
-    """Link a cached file to its target, or copy it if linking is not possible."""
-    source = os.path.realpath(path)
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
-            raise
-        with disk_errors(target, file.size):
-            shutil.copyfile(source, target)
 
 
 def _recall(folder: Path, revision: str) -> str | None:

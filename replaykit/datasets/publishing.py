@@ -184,25 +184,6 @@ def open_directory(path: Path) -> Published:
     raise _refusal(path, "it is being replaced again and again")
 
 
-def verify_directory(path: Path) -> None:
-    """Read all files of a published data set and compare every checksum.
-
-    Memory: one block of 1 MiB.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-        RuntimeError: the path is not a data set, or files are damaged (rule V61). The message names
-            the damaged files.
-    """
-    manifest = open_directory(path).manifest
-    damaged = []
-    for name, _, crc32 in manifest.files():
-        if crc32_of_file(path / name) != crc32:
-            damaged.append(name)
-    if damaged:
-        raise _refusal(path, f"the content of {', '.join(damaged)} has a wrong checksum [V61]")
-
-
 class _GoneError(Exception):
     """A file of the manifest is missing, or has another size."""
 
@@ -345,14 +326,20 @@ def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = Non
 def verify_published(path: str | Path) -> None:
     """Read all files of a published data set and compare every checksum.
 
+    Memory: one block of 1 MiB.
+
     Raises:
         FileNotFoundError: the path does not exist.
-        RuntimeError: the path is not a data set, or files are damaged. The message names the
-            damaged files.
+        RuntimeError: the path is not a data set, or files are damaged (rule V61). The message names
+            the damaged files.
     """
     target = _resolve(path)
     with file_limit_errors(target):
-        verify_directory(target)
+        files = open_directory(target).manifest.files()
+        damaged = [name for name, _, crc32 in files if crc32_of_file(target / name) != crc32]
+    if damaged:
+        why = f"the content of {', '.join(damaged)} has a wrong checksum [V61]"
+        raise _refusal(target, why)
 
 
 def remove_published(path: str | Path) -> None:
@@ -465,18 +452,14 @@ def publish(
             file.flush()
             os.fsync(file.fileno())
         sync_directory(directory)
-        made = _opened(directory, target)
+        try:  # before it is published, to check sizes, shapes and counts
+            made = open_directory(directory)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{target} was not made: the written files do not match its manifest [V61]"
+            ) from error
         _put(directory, target)
     return replace(made, path=target)
-
-
-def _opened(directory: Path, target: Path) -> Published:
-    """Open a directory before its publication, to check sizes, shapes and counts."""
-    try:
-        return open_directory(directory)
-    except RuntimeError as error:
-        text = f"{target} was not made: the written files do not match its manifest [V61]"
-        raise RuntimeError(text) from error
 
 
 def hold_back(directory: Path) -> None:
