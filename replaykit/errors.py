@@ -8,6 +8,9 @@ Example:
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 __all__ = [
     "ActorLost",
     "BufferFull",
@@ -97,3 +100,21 @@ class DownloadError(RuntimeError):
 
 class UploadError(RuntimeError):
     """A data set could not be uploaded. Names the repository and a remedy."""
+
+
+def import_extra(module: str, need: str, extra: str) -> Any:
+    """Return a module of an optional dependency.
+
+    Args:
+        need: the subject and verb of the error, and the name of the dependency.
+        extra: the extra of this package that installs it.
+
+    Raises:
+        ImportError: it is not installed. The message has the install command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{need}, which is not installed; run pip install 'replaykit[{extra}]'"
+        ) from error

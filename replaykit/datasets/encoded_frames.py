@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replaykit.errors import CorpusError
+from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import Key, format_key
 from replaykit.transforms import Transform
 
@@ -38,13 +38,7 @@ def video_module() -> Any:
     Raises:
         ImportError: PyAV is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(
-            "reading videos needs PyAV: `pip install 'replaykit[lerobot]'`"
-        ) from error
-    return av
+    return import_extra("av", "reading videos needs PyAV", "lerobot")
 
 
 @contextmanager
@@ -260,14 +254,7 @@ def image_module() -> Any:
     Raises:
         ImportError: Pillow is not installed. The message has the install command.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "reading encoded images needs Pillow, which is not installed: "
-            "`pip install 'replaykit[images]'`"
-        ) from error
-    return Image
+    return import_extra("PIL.Image", "reading encoded images needs Pillow", "images")
 
 
 @contextmanager

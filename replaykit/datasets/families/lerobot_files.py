@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from replaykit.datasets.column_files import torch_dtype
 from replaykit.datasets.sources import Sources
-from replaykit.errors import CorpusError
+from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
 INFO: Final = "meta/info.json"
@@ -42,13 +42,7 @@ def arrow() -> Any:
     Raises:
         ImportError: pyarrow is not installed.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(
-            "reading Parquet files needs pyarrow: `pip install 'replaykit[lerobot]'`"
-        ) from error
-    return pyarrow.parquet
+    return import_extra("pyarrow.parquet", "reading Parquet files needs pyarrow", "lerobot")
 
 
 @contextmanager

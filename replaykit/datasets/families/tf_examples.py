@@ -16,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from replaykit.errors import import_extra
+
 _HEADER: Final = 12
 _FOOTER: Final = 4
 _MASK: Final = 0xA282EAD8
@@ -31,14 +33,8 @@ def masked_crc(data: Any) -> int:
     Raises:
         ImportError: google-crc32c is not installed.
     """
-    try:
-        from google_crc32c import value
-    except ImportError as error:
-        raise ImportError(
-            "TFRecord files need google-crc32c, which is not installed; run pip install "
-            "'replaykit[rlds]'"
-        ) from error
-    crc = value(bytes(data))
+    module = import_extra("google_crc32c", "TFRecord files need google-crc32c", "rlds")
+    crc = module.value(bytes(data))
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
 

@@ -29,7 +29,7 @@ from replaykit.datasets.engine.table_sources import (
 )
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
-from replaykit.errors import CorpusError
+from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
 _ENDS: Final = "meta/episode_ends"
@@ -60,13 +60,8 @@ def zarr_module() -> Any:
     Raises:
         ImportError: zarr is not installed, or is older than version 3.
     """
-    try:
-        import zarr
-        import zarr.storage
-    except ImportError as error:
-        raise ImportError(
-            "Zarr needs zarr, which is not installed; run pip install 'replaykit[zarr]'"
-        ) from error
+    zarr = import_extra("zarr", "Zarr needs zarr", "zarr")
+    import_extra("zarr.storage", "Zarr needs zarr", "zarr")
     if int(zarr.__version__.partition(".")[0]) < 3:
         raise ImportError(f"expected zarr 3 or newer, got {zarr.__version__}; install a newer one")
     return zarr
@@ -323,14 +318,9 @@ def _dtype_of(said: Mapping[str, Any]) -> np.dtype[Any]:
 
 
 def _register_images(codec: str) -> None:
-    try:
-        from imagecodecs.numcodecs import register_codecs
-    except ImportError as error:
-        raise ImportError(
-            f"images stored by {codec} need imagecodecs, which is not installed; run pip install "
-            "'replaykit[zarr]'"
-        ) from error
-    register_codecs(codec, force=True, verbose=False)
+    need = f"images stored by {codec} need imagecodecs"
+    module = import_extra("imagecodecs.numcodecs", need, "zarr")
+    module.register_codecs(codec, force=True, verbose=False)
 
 
 def _key(name: str) -> Key:
