@@ -271,22 +271,20 @@ def print_dataset(
     rows = int(published.episodes["length"].sum())
     nbytes = sum(nbytes for _, nbytes, _ in manifest.files())
     layout = manifest.converter["name"]
-    if output.as_json:
-        record = {
-            "name": name,
-            "path": str(published.path),
-            "layout": layout,
-            "rows": rows,
-            "episodes": manifest.episodes,
-            "bytes": nbytes,
-            "content": manifest.content_id(),
-            "warnings": output.warned,
-        }
-        output.document({**record, **(more or {})})
-        return
-    output.print_warnings()
+    record = {
+        "name": name,
+        "path": str(published.path),
+        "layout": layout,
+        "rows": rows,
+        "episodes": manifest.episodes,
+        "bytes": nbytes,
+        "content": manifest.content_id(),
+        "warnings": output.warned,
+        **(more or {}),
+    }
     episodes = counted(manifest.episodes, "episode")
-    output.line(f"{published.path}: {rows:,} rows in {episodes}, {size(nbytes)}, layout {layout}")
+    text = f"{published.path}: {rows:,} rows in {episodes}, {size(nbytes)}, layout {layout}"
+    output.result(record, text)
 
 
 @_command
@@ -399,11 +397,8 @@ def push(output: Output, path: Path, repo: str, **settings: Any) -> None:
     )
     with output.warnings(), output.working("pushing"):
         url = pushed(path, repo, **settings)
-    if output.as_json:
-        output.document({"path": str(path), "repository": repo, "url": url})
-        return
-    output.print_warnings()
-    output.line(("pushed: ", "bold green"), url)
+    record = {"path": str(path), "repository": repo, "url": url}
+    output.result(record, ("pushed: ", "bold green"), url)
 
 
 @_command
@@ -576,24 +571,21 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
         said = "; ".join(f"{found.check}: {found.text}" for found in wrong)
         raise ValueError(f"{source} is not exported, because it is not valid: {said}")
     with output.warnings(), output.working("exporting"), opened_buffer(source, kind) as data:
-        if form == "lerobot-v3":
-            to_lerobot(data, target, overwrite=force, **options)
-        elif form == "zarr":
-            to_zarr(data, target, overwrite=force)
-        elif form == "robomimic":
-            to_robomimic(data, target, overwrite=force)
-        else:
-            spaces = options or unbounded_spaces(data)
-            to_minari(data, target, overwrite=force, **spaces)
+        writers: dict[str, Callable[..., Any]] = {
+            "lerobot-v3": to_lerobot,
+            "minari": to_minari,
+            "robomimic": to_robomimic,
+            "zarr": to_zarr,
+        }
+        if form == "minari" and not options:
+            options = unbounded_spaces(data)
+        writers[form](data, target, overwrite=force, **options)
         counts = len(data.episodes), int(data.episodes.lengths.sum())
     if form == "lerobot-v3":
         findings += validated(Path(target))
-    if output.as_json:
-        record = {"source": str(source), "target": target, "to": form, "findings": findings}
-        output.document({**record, "episodes": counts[0], "rows": counts[1]})
-        return 0
-    output.print_warnings()
-    output.line(
+    record = {"source": str(source), "target": target, "to": form, "findings": findings}
+    output.result(
+        {**record, "episodes": counts[0], "rows": counts[1]},
         ("exported: ", "bold green"),
         f"{target}: {counts[1]:,} rows in {counts[0]:,} episodes, read back and equal",
     )

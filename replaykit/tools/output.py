@@ -97,6 +97,14 @@ class Output:
         except BrokenPipeError:
             write_no_more(sys.stdout)
 
+    def result(self, record: Mapping[str, Any], *parts: str | tuple[str, str]) -> None:
+        """Print the result of a command: the JSON document, or warnings and one line of texts."""
+        if self.as_json:
+            self.document(record)
+        else:
+            self.print_warnings()
+            self.line(*parts)
+
     def error(self, kind: str, text: str, code: int) -> int:
         """Print an error as one sentence, and return the exit code."""
         if self.as_json:
