@@ -39,6 +39,7 @@ from replaykit.datasets.publishing import (
 )
 from replaykit.datasets.transfers import progress_bar, target_lock
 from replaykit.datasets.worker_pool import WorkerPool, pool_size, run_in_pool
+from replaykit.declared import Count, Positive, read_value
 from replaykit.errors import SchemaError
 from replaykit.filesystem import (
     disk_errors,
@@ -269,12 +270,11 @@ def preprocess_rows(
     if not isinstance(storage, TensorStorage):
         raise TypeError(f"expected a tensor storage, got {type(storage).__name__}")
     workers = multiprocessing.cpu_count() if num_workers is None else num_workers
-    _require_int("num_workers", workers, 0)
+    read_value(Count, workers, "num_workers")
     if pool is not None:
         workers = pool_size(pool) or workers
-    _require_int("worker_threads", worker_threads, 1)
-    if max_tasks_per_child is not None:
-        _require_int("max_tasks_per_child", max_tasks_per_child, 1)
+    read_value(Positive, worker_threads, "worker_threads")
+    read_value(Positive | None, max_tasks_per_child, "max_tasks_per_child")
     methods = multiprocessing.get_all_start_methods()
     if mp_start_method is not None and mp_start_method not in methods:
         raise ValueError(f"expected mp_start_method in {methods}, got {mp_start_method!r}")
@@ -438,11 +438,6 @@ class _Portable:
         self.fn = cloudpickle.loads(state)
 
 
-def _require_int(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"expected {name} as an int of at least {least}, got {value!r}")
-
-
 def _check_target(target: Path) -> None:
     """Refuse a target that a directory cannot be renamed to, before any work."""
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
@@ -463,10 +458,10 @@ def _piece_rows(
     if chunksize is not None and num_chunks is not None:
         raise ValueError("expected chunksize or num_chunks, got both")
     if chunksize is not None:
-        _require_int("chunksize", chunksize, 0)
+        read_value(Count, chunksize, "chunksize")
         return max(1, chunksize)
     if num_chunks is not None:
-        _require_int("num_chunks", num_chunks, 1)
+        read_value(Positive, num_chunks, "num_chunks")
         return math.ceil(source.rows / num_chunks)
     most = max(1, _PIECE_BYTES // max(1, source.row_bytes))
     return min(most, math.ceil(source.rows / max(1, workers)))

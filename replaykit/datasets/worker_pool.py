@@ -11,16 +11,16 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import Pool, ThreadPool
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Final
 
 import torch
+
+from replaykit.interrupts import deferred
 
 Piece = tuple[int, int]
 Job = Callable[[Piece], Any]
@@ -105,27 +105,6 @@ def end_workers(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.process.join(GRACE)
         worker.connection.close()
-
-
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Delay an interrupt (SIGINT) until the end of the block.
-
-    Python's hooks around a fork discard a KeyboardInterrupt. So without the delay, an interrupt
-    during a fork would be lost.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *given: came.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
 
 
 def heard(group: Sequence[Worker]) -> list[Worker]:
@@ -350,7 +329,8 @@ class WorkerPool:
         return self
 
     def _start(self) -> Worker:
-        with interrupts_held_back():
+        # Hooks around a fork discard a KeyboardInterrupt, so an interrupt would be lost.
+        with deferred:
             worker = start_worker(self._context, self._job, self._threads)
             self._workers.append(worker)
         self._working.append(worker)
