@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -49,8 +51,8 @@ _SINGLE: Final[Mapping[str, Key]] = {
 class MinariArrowLayout(TableLayout):
     """Layout of data sets that Minari has written as Arrow or Parquet files.
 
-    The columns are those of `MinariLayout`, which is for HDF5. Lists of texts and infos without a
-    fixed shape are left out.
+    The columns are those of `MinariLayout`, which is for HDF5. Lists of texts, infos without a
+    fixed shape, and infos that some episodes lack are left out and reported.
 
     Example:
         >>> from replaykit.datasets.families import MINARI_ARROW
@@ -205,40 +207,59 @@ class _MinariTable:
         )
 
     def _columns(self) -> Iterator[SourceColumn]:
-        first = next((at for at, length in enumerate(self._lengths) if length), None)
-        if first is None:
+        schemas: dict[int, Any] = {}
+        for position in np.flatnonzero(self._lengths).tolist():
+            try:
+                with self._reader(self._files[position][0][0]) as (schema, _):
+                    schemas[position] = schema
+            except CorpusError as error:
+                self._judge.condemn(position, error)
+        if not schemas:
             return
-        table = self._table(first)
-        known = set(table.column_names)
+        first = next(iter(schemas))
         for part in self._parts:
             yield self._column(part, part.feature.key)
             if part.path[0] == "observations":
                 yield self._column(part, ("next", *part.feature.key))
         with file_errors(self._files[first][0][0], "V12"):
             for name, key in _SINGLE.items():
-                dtype = np.dtype(table.schema.field(name).type.to_pandas_dtype())
+                dtype = np.dtype(schemas[first].field(name).type.to_pandas_dtype())
                 if dtype.kind not in "biuf":
                     raise ValueError(f"{name!r} is {dtype}, expected numbers")
                 yield SourceColumn(key, (1,), dtype, name)
-        if "infos" in known:
-            with file_errors(self._files[first][0][0], "V10"):
-                infos = list(self._infos(table.schema.field("infos"), ("info",)))
-            self._parts += infos
-            for part in infos:
-                yield self._column(part, part.feature.key)
-                yield self._column(part, ("next", *part.feature.key))
+        infos = self._shared_infos(schemas)
+        self._parts += infos
+        for part in infos:
+            yield self._column(part, part.feature.key)
+            yield self._column(part, ("next", *part.feature.key))
+
+    def _shared_infos(self, schemas: Mapping[int, Any]) -> list[_Part]:
+        """Return the parts of infos that all episodes have; report the others as left out."""
+        why: dict[str, str] = {}
+        counts: Counter[_Part] = Counter()
+        for position, schema in schemas.items():
+            if "infos" in schema.names:
+                with file_errors(self._files[position][0][0], "V10"):
+                    counts.update(self._infos(schema.field("infos"), ("info",), why))
+        for part, count in counts.items():
+            if count < len(schemas):
+                lacks = f"{len(schemas) - count} of {len(schemas)} episodes"
+                said = f"{lacks} do not have it as {part.feature.dtype} {list(part.feature.shape)}"
+                why.setdefault(part.feature.name, said)
+        self.left_out += [{"key": name, "why": text} for name, text in why.items()]
+        return [part for part, count in counts.items() if count == len(schemas)]
 
     def _column(self, part: _Part, key: Key) -> SourceColumn:
         name = "/".join(part.path)
         return SourceColumn(key, part.feature.shape, np.dtype(part.feature.dtype), name)
 
-    def _infos(self, field: Any, key: Key) -> Iterator[_Part]:
-        """Yield the parts of infos whose values have one shape."""
+    def _infos(self, field: Any, key: Key, why: dict[str, str]) -> Iterator[_Part]:
+        """Yield the parts of infos whose values have one shape; add a reason for the others."""
         import pyarrow as pa
 
         if pa.types.is_struct(field.type):
             for inner in field.type:
-                yield from self._infos(inner, (*key, inner.name))
+                yield from self._infos(inner, (*key, inner.name), why)
             return
         kind: Any = field.type
         shape: tuple[int, ...] = ()
@@ -248,7 +269,7 @@ class _MinariTable:
             kind = kind.value_type
         name = "/".join(key)
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or kind == pa.bool_()):
-            self.left_out.append({"key": name, "why": f"its type {field.type} has no fixed shape"})
+            why.setdefault(name, f"its type {field.type} has no fixed shape")
             return
         dtype = np.dtype(kind.to_pandas_dtype()).name
         yield _Part(("infos", *key[1:]), Feature(name, key, dtype, shape))
@@ -257,19 +278,27 @@ class _MinariTable:
         path, name = self._files[position][0]
         return Location(path, name, self.episodes.names[position])
 
+    @contextmanager
+    def _reader(self, path: Path) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Open a file of Arrow or Parquet; return its schema, and a function that reads it."""
+        import pyarrow as pa
+
+        with file_errors(path, "V03"):
+            if self._format == "parquet":
+                with arrow().ParquetFile(path) as file:
+                    yield file.schema_arrow, file.read
+            else:
+                with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as reader:
+                    yield reader.schema, reader.read_all
+
     def _table(self, position: int) -> Any:
         """Return the entries of an episode as a table of Arrow, which is checked."""
         import pyarrow as pa
 
         tables = []
         for path, _ in self._files[position]:
-            with file_errors(path, "V03"):
-                if self._format == "parquet":
-                    with arrow().ParquetFile(path) as file:
-                        tables.append(file.read())
-                else:
-                    with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as reader:
-                        tables.append(reader.read_all())
+            with self._reader(path) as (_, read):
+                tables.append(read())
                 tables[-1].validate(full=True)
         with file_errors(self._files[position][0][0], "V10"):
             return pa.concat_tables(tables)

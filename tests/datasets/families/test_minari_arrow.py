@@ -211,13 +211,29 @@ def test_wrong_files_are_refused_by_name(fault, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_bad_episodes_can_be_left_out(tmp_path):
+def test_infos_of_some_episodes_are_left_out_and_reported(tmp_path):
     folder = write(tmp_path / "set", "arrow")
-    cut(next((folder / "data").glob("1/*.arrow")))
+    rewritten(folder / "data", "infos", [{"count": at, "more": 0.5} for at in range(6)])
+    with pytest.warns(UserWarning, match="left out"):
+        data = convert(folder, MINARI_ARROW, tmp_path / "a")
+    assert data[:]["info", "count"].tolist() == [at for length in LENGTHS for at in range(length)]
+    assert {key for key in data.published.columns if "info" in key} == {
+        ("info", "count"), ("next", "info", "count"),
+    }  # fmt: skip
+    assert data.published.manifest.report["left_out"] == [
+        {"key": "info/more", "why": "2 of 3 episodes do not have it as float64 []"},
+        {"key": "info/body/speed", "why": "1 of 3 episodes do not have it as float64 [2]"},
+    ]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_bad_episodes_can_be_left_out(bad, tmp_path):
+    folder = write(tmp_path / "set", "arrow")
+    cut(next((folder / "data").glob(f"{bad}/*.arrow")))
     with pytest.warns(UserWarning, match="skipped|left out"):
         data = convert(folder, MINARI_ARROW, tmp_path / "a", policies=Policies(on_invalid="skip"))
-    assert data.episode_table["length"].tolist() == [5, 8]
-    assert data.episode_table["episode"].tolist() == [0, 2]
+    assert data.episode_table["length"].tolist() == [LENGTHS[1 - bad], 8]
+    assert data.episode_table["episode"].tolist() == [1 - bad, 2]
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
