@@ -134,6 +134,8 @@ class _RldsTable:
             self._features = list(self._steps_of(said))
         self._shards: list[tuple[Path, str, RecordFile]] = []
         self._read_shards(folder, names)
+        for feature in self._features:
+            self._check_size(feature)
         self._counts = [len(file) for _, _, file in self._shards]
         self._firsts = np.concatenate([[0], np.cumsum(self._counts)])
         self.splits = self._find_splits(folder, names)
@@ -217,7 +219,6 @@ class _RldsTable:
     def _resolved(self, feature: _Feature) -> _Feature:
         """Return a feature whose shape is that of its first image, if it is not declared."""
         if min(feature.shape, default=0) >= 0:
-            self._check_size(feature)
             return feature
         for position in np.flatnonzero(self.steps).tolist():
             where = self.location(position).at(key=f"steps/{feature.name}", record=0)
@@ -302,19 +303,29 @@ class _RldsTable:
             return file.example(number)
 
     def _steps_in(self, position: int) -> int:
-        """Return the count of steps of an episode. Only one of its features is read."""
-        example = self._example(position)
+        """Return the count of steps of an episode, from one feature if they make a row."""
+        file, number = self._record(position)
+        example, counts = self._example(position), dict[str, int]()
         with _errors(self.location(position), "V78"):
             known = [each for each in self._features if each.listed is None]
             flags = [each for each in known if each.name in _FLAGS]
             for feature in (*flags, *known):
-                name = f"steps/{feature.name}"
-                if feature.kind != "numbers":
-                    return len(example.bytes(name))
-                size = math.prod(feature.shape)
-                if size:
-                    return len(_numbers(example, name)) // size
-        raise self._where.error("steps have no features of fixed shapes", "V12")
+                name, is_number = f"steps/{feature.name}", feature.kind == "numbers"
+                entries = _numbers(example, name) if is_number else example.bytes(name)
+                if size := math.prod(feature.shape) if is_number else 1:
+                    counts[name] = len(entries) // size
+                    if counts[name] > 1:
+                        break
+            # Nothing else is read of an episode without rows.
+            if len(set(counts.values())) > 1:
+                raise ValueError(f"features have different numbers of steps: {counts}")
+        if not counts:
+            raise self._where.error("steps have no features of fixed shapes", "V12")
+        steps = next(iter(counts.values()))
+        if steps < 2:
+            with _errors(self.location(position), "V77"):
+                file.check(number)
+        return steps
 
     # -- rows -------------------------------------------------------------------------------------
 

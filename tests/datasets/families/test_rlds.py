@@ -294,6 +294,7 @@ def flipped(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+FLAGS = ("is_first", "is_last", "is_terminal")
 WRONG = {
     "data": (lambda d: flipped(shard(d), 500), "data of record 0 has a wrong checksum", "V77"),
     "length": (lambda d: flipped(shard(d), 3), "length of record 0 has a wrong checksum", "V77"),
@@ -357,6 +358,21 @@ WRONG = {
         lambda d: changed(d, observation__bits=[zlib.compress(bytes(1 << 20))] * 6),
         "step 0 has 9 bytes, expected 8",
         "V78",
+    ),
+    "empty flags": (
+        lambda d: changed(d, **{name: np.zeros(0, int) for name in FLAGS}),
+        r"record_0: features have different numbers of steps: .*'steps/is_first': 0.*: 6}",
+        "V78",
+    ),
+    "one flag": (
+        lambda d: changed(d, **{name: np.ones(1, int) for name in FLAGS}),
+        "record_0: features have different numbers of steps",
+        "V78",
+    ),
+    "data of a record without rows": (
+        lambda d: flipped(d / "arm-val.tfrecord-00000-of-00001", -5),
+        "data of record 0 has a wrong checksum",
+        "V77",
     ),
     "early end": (
         lambda d: changed(d, is_terminal=np.arange(6) < 2),
