@@ -18,10 +18,13 @@ from replaykit import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
     SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     Storage,
 )
 
@@ -68,6 +71,12 @@ _SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "drop_last": lambda: SamplerWithoutReplacement(drop_last=True),
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.9),
     "stratified": lambda: PrioritizedSampler(alpha=0.7, beta=0.9, stratified=True),
+    "slices": lambda: SliceSampler(slice_len=2),
+    "slices by trajectory": lambda: SliceSampler(slice_len=2, measure="trajectory"),
+    "stratified slices": lambda: SliceSampler(slice_len=2, draw="stratified"),
+    "distinct slices": lambda: SliceSampler(slice_len=2, draw="without_replacement"),
+    "slice pass": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.9, slice_len=2),
 }
 
 

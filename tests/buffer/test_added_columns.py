@@ -20,7 +20,6 @@ from replaykit import (
     ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     SliceSampler,
     TensorStorage,
 )
@@ -51,6 +50,7 @@ WAYS: dict[str, Callable[[ReplayBuffer, TensorDict], None]] = {
     "ellipsis": lambda rb, rows: rb.__setitem__(..., rows),
     "of the storage": lambda rb, rows: rb.storage.__setitem__(range(len(rb)), rows),
     "set": lambda rb, rows: rb.storage.set(range(len(rb)), rows),
+    "set a slice": lambda rb, rows: rb.storage.set(slice(None), rows),
     "set in order": lambda rb, rows: rb.storage.set(_shuffled(rb), rows[_shuffled(rb)]),
     "set in place": lambda rb, rows: rb.storage.set(range(len(rb)), rows, set_cursor=False),
 }
@@ -116,19 +116,6 @@ def test_a_whole_write_adds_a_column(kind: str, way: str, count: int, tmp_path: 
         assert torch.equal(buffer[key], before[key])
 
 
-@pytest.mark.parametrize("count", [5, CAPACITY])
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_a_slice_without_end_sets_all_stored_rows(kind: str, count: int, tmp_path: Path):
-    buffer = _buffer(STORAGES[kind](tmp_path))
-    buffer.extend(_rows(0, count))
-    for turn in range(2):
-        rows = buffer[:].clone()
-        rows[f"advantage{turn}"] = _advantage(rows)
-        buffer.storage.set(slice(None), rows)
-        assert torch.equal(buffer[f"advantage{turn}"], _advantage(rows))
-    assert buffer.extend(_rows(90, 2)).tolist() == [count % CAPACITY, (count + 1) % CAPACITY]
-
-
 LANES: dict[str, Callable[[TensorDict], Any]] = {
     "time": lambda rows: (slice(None), range(rows.shape[1])),
     "lane": lambda rows: torch.tensor([1, 0]),
@@ -164,20 +151,6 @@ def test_an_index_of_some_rows_adds_nothing(kind: str, index: Any, tmp_path: Pat
         calls.append(lambda: buffer.storage.set(index, rows))
     for call in calls:
         _unchanged(buffer, SchemaError, "'advantage'.*no such key", call)
-
-
-@pytest.mark.parametrize("kind", STORAGES)
-def test_ppo_iterations_add_the_advantage_column_again(kind: str, tmp_path: Path):
-    """Rows come without what is worked out from them, again and again."""
-    buffer = _buffer(STORAGES[kind](tmp_path), sampler=SamplerWithoutReplacement())
-    for turn in range(3):
-        buffer.empty()
-        buffer.extend(_rows(100 * turn, CAPACITY))
-        for _ in range(2):
-            rows = buffer[:].clone().contiguous()
-            rows["advantage"] = _advantage(rows)
-            buffer.write_all(rows)
-            assert sum(len(batch) for batch in buffer if _is_consistent(batch)) == CAPACITY
 
 
 def test_write_all_with_new_columns_equals_torchrl():

@@ -114,7 +114,7 @@ def test_batches_are_made_in_parallel():
 
 
 @pytest.mark.parametrize("count", [4, 10])
-@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
 def test_consumers_share_the_passes(count: int, prefetch: int):
     """Every row comes equally often; passes of one batch (count 4) end with every draw."""
     per_pass = -(-count // 4)

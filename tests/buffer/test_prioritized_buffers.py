@@ -20,7 +20,6 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
 )
 from tests.buffer.building import in_threads, same, snapshot
 
@@ -168,15 +167,6 @@ def test_priorities_with_more_dimensions_are_reduced(reduction: str, expected: f
     batch = buffer.sample()
     buffer.update_tensordict_priority(batch.set("td_error", batch["td_error"] * 2))
     assert set(raw(buffer)) <= {expected, 2 * expected}
-
-
-@pytest.mark.pitfall("PR11")
-def test_priorities_in_the_data_of_another_sampler_are_just_data(recwarn: Any) -> None:
-    """PR11: a warning at every call."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-    for _ in range(100):
-        buffer.extend(rows(3).set("td_error", torch.ones(3)))
-    assert not recwarn.list
 
 
 def test_objects_have_priorities_too() -> None:

@@ -11,11 +11,24 @@ import torch
 from replaykit import ReplayBuffer, RoundRobinWriter
 from tests.buffer.building import buffer_of, rows
 
+SAMPLERS = [
+    "random",
+    "without",
+    "prioritized",
+    "stratified",
+    "slices",
+    "slices by trajectory",
+    "stratified slices",
+    "distinct slices",
+    "slice pass",
+    "prioritized slices",
+]
+
 
 def _exercise(buffer: ReplayBuffer) -> None:
     for start in range(0, 30, 6):
         buffer.extend(rows(6, start))
-        buffer.sample(4)
+        buffer.sample(2)
         buffer.next()
         buffer[:3]
         buffer.set_("id", buffer["id"].clone())
@@ -28,14 +41,14 @@ def _exercise(buffer: ReplayBuffer) -> None:
 
 @pytest.mark.pitfall("PR5")
 @pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without", "ordered", "prioritized", "stratified"])
+@pytest.mark.parametrize("sampler", ["ordered", *SAMPLERS])
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_no_global_generator_is_read_or_advanced(sampler: str, prefetch: int | None):
     """G5, PR5, RD14: with a generator, NumPy's, Python's and torch's own stay where they were."""
     buffer = buffer_of(
         sampler=sampler,
         seed=0,
-        batch_size=3,
+        batch_size=4,
         prefetch=prefetch,
         writer=RoundRobinWriter(track_generations=True),
     )
@@ -47,7 +60,7 @@ def test_no_global_generator_is_read_or_advanced(sampler: str, prefetch: int | N
 
 
 @pytest.mark.pitfall("RD14")
-@pytest.mark.parametrize("sampler", ["random", "without", "prioritized", "stratified"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("prefetch", [None, 3])
 def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None):
     """RD14: the same seed and calls give the same rows, whatever the global generator does."""
@@ -62,11 +75,12 @@ def test_a_generator_fixes_every_draw(sampler: str, prefetch: int | None):
 
 
 @pytest.mark.pitfall("PR5")
-def test_draws_without_a_generator_follow_the_seed_of_torch():
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_draws_without_a_generator_follow_the_seed_of_torch(sampler: str):
     """PR5: ``torch.manual_seed`` reproduces, ``numpy.random.seed`` does not matter."""
     drawn = []
     for seed in (5, 5, 6):
-        buffer = buffer_of(max_size=50, filled=50)
+        buffer = buffer_of(max_size=50, filled=50, sampler=sampler)
         torch.manual_seed(seed)
         np.random.seed(len(drawn))  # noqa: NPY002
         drawn.append([buffer.sample(8)["index"].tolist() for _ in range(5)])

@@ -249,16 +249,6 @@ def test_two_batches_share_no_memory():
 # -- how rows are drawn, and where they lie -------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_uniform_draws_reach_every_row_equally_often(kind: str):
-    """Chi-square at fixed seeds, over a ring that has wrapped."""
-    buffer = buffer_of(kind, 10, seed=7)
-    buffer.extend(rows(13))
-    counts = torch.bincount(buffer.sample(5000)["index"], minlength=10).double()
-    statistic = ((counts - 500) ** 2 / 500).sum()
-    assert 1 < statistic < 27.9  # 9 degrees of freedom: 99.9 % below, and not exactly even
-
-
 def test_pin_memory_pins_batches_only_with_an_accelerator():
     buffer = buffer_of(filled=4, pin_memory=True)
     assert buffer.sample(3)["observation"].is_pinned() is torch.cuda.is_available()

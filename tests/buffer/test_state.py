@@ -242,35 +242,6 @@ def test_rows_go_into_any_capacity_in_write_order(
         go_on(loaded, moved)
 
 
-def test_smaller_buffer_keeps_the_newest_rows_and_warns(tmp_path: Path):
-    buffer = buffer_of("tensor", 10, filled=10)
-    buffer.extend(rows(3, 10))
-    buffer.dumps(tmp_path)
-    small = buffer_of("tensor", 4)
-    with pytest.warns(UserWarning, match="6 rows do not fit") as caught:
-        small.loads(tmp_path)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert small["id"].tolist() == [9, 10, 11, 12]
-    assert small.extend(rows(1, 13)).tolist() == [0]
-
-
-@pytest.mark.filterwarnings("ignore:.*left out")
-def test_a_max_value_writer_keeps_the_largest_in_a_smaller_buffer(tmp_path: Path):
-    ranks = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
-
-    def make(size: int) -> ReplayBuffer:
-        return ReplayBuffer(storage=LazyTensorStorage(size), writer=TensorDictMaxValueWriter("r"))
-
-    buffer = make(5)
-    buffer.extend(TensorDict({"r": ranks}, [5]))
-    buffer.dumps(tmp_path)
-    small = make(3)
-    small.loads(tmp_path)
-    assert small["r"].tolist() == [5.0, 4.0, 3.0]
-    assert small.add(TensorDict({"r": torch.tensor(3.5)}, [])) == 2
-
-
 @pytest.mark.parametrize("capacity", [6, 9, 12, 20])
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_rows_with_lanes_go_into_other_capacities(capacity: int, tmp_path: Path):

@@ -14,7 +14,6 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
     RoundRobinWriter,
-    TensorDictMaxValueWriter,
 )
 from tests.buffer.building import buffer_of, rows, same, unchanged
 
@@ -58,22 +57,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in tensors(item)]
     return []
-
-
-PHYSICAL = [8, 50, 2, 3, 4, 5, 6, 7]
-OLDEST_FIRST = [2, 3, 4, 5, 6, 7, 8, 50]
-
-
-def fresh(kind: str, capacity: int = 8) -> ReplayBuffer:
-    """An empty buffer that takes the state of `used`."""
-    return buffer_of(
-        kind,
-        capacity,
-        sampler="without",
-        writer=RoundRobinWriter(track_generations=True),
-        batch_size=2,
-        transform=Counter(),
-    )
 
 
 def used(kind: str, **options: Any) -> ReplayBuffer:
@@ -147,17 +130,6 @@ def test_states_without_rows_can_be_taken_and_loaded(kind: str, state: str):
     other.load_state_dict(buffer.state_dict())
     assert (len(other), other.write_count) == (0, 0)
     assert other.extend(rows(2)).tolist() == [0, 1]
-
-
-@pytest.mark.pitfall("CK9")
-@pytest.mark.parametrize("capacity", [3, 8, 12])
-@pytest.mark.filterwarnings("ignore:.*left out")
-def test_a_state_goes_into_another_capacity(capacity: int):
-    """CK9, C7: as from a checkpoint."""
-    buffer = used("tensor")
-    other = fresh("tensor", capacity)
-    other.load_state_dict(buffer.state_dict())
-    assert other["id"].tolist() == (PHYSICAL if capacity == 8 else OLDEST_FIRST[-capacity:])
 
 
 def test_smaller_capacity_warns_once():
@@ -247,14 +219,3 @@ def test_states_of_objects_are_copies():
     state["_storage"]["_storage"][0]["a"][0].fill_(9)
     assert buffer[0]["a"][0].item() == 0
     assert buffer[1:] == ["text", 3]
-
-
-def test_the_writer_of_largest_values_keeps_its_ranks():
-    def make() -> ReplayBuffer:
-        return ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
-
-    buffer, other = make(), make()
-    buffer.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
-    other.load_state_dict(buffer.state_dict())
-    assert other.add(TensorDict({"r": torch.tensor(0.5)}, [])) is None
-    assert other.add(TensorDict({"r": torch.tensor(2.0)}, [])) == 1

@@ -278,23 +278,6 @@ def test_writers_lose_no_row():
 
 
 @pytest.mark.pitfall("TH3")
-@pytest.mark.parametrize("kind", STORAGES)
-def test_threads_share_one_pass(kind: str):
-    buffer = ReplayBuffer(
-        storage=STORAGES[kind](60), sampler=SamplerWithoutReplacement(), batch_size=4
-    )
-    buffer.extend(TensorDict({"id": torch.arange(60)}, [60]))
-    seen: list[int] = []
-
-    def read() -> None:
-        for _ in range(15):
-            seen.extend(buffer.sample()["id"].tolist())
-
-    in_threads(*[read] * 4)
-    assert torch.bincount(torch.tensor(seen)).tolist() == [4] * 60
-
-
-@pytest.mark.pitfall("TH3")
 def test_next_can_be_called_from_many_threads():
     """TH3: one generator shared by threads raises "generator already executing"."""
     buffer = ReplayBuffer(

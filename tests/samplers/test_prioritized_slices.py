@@ -447,19 +447,6 @@ def test_a_draw_that_fails_changes_no_priority(
     assert follows(starts(rb, 8000), law_of(expected))
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    rb = slices(10)
-    rb.extend(steps(TWO))
-    state = torch.get_rng_state()
-    numbers = np.random.get_state()[1].tolist()  # noqa: NPY002
-    first = rb.sample(30)["index"]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert np.random.get_state()[1].tolist() == numbers  # noqa: NPY002
-    other = slices(10)
-    other.extend(steps(TWO))
-    assert torch.equal(other.sample(30)["index"], first)
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 

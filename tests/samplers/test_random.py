@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -84,46 +82,6 @@ def test_chi_square_limit_detects_non_uniform_draws() -> None:
 # -- randomness -----------------------------------------------------------------------------------
 
 SAMPLERS = {"random": RandomSampler, "without replacement": SamplerWithoutReplacement}
-
-
-@pytest.mark.pitfall("RD14")
-@pytest.mark.pitfall("PR5")
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_generator_is_the_only_source(storage_kind: Any, make_rows: Any, name: str) -> None:
-    """RD14, PR5, G5: same seed, same rows; no global generator is read or advanced."""
-    found = []
-    for _ in range(2):
-        rb = storage_kind.buffer(40, sampler=SAMPLERS[name](), generator=_seeded(3), batch_size=7)
-        rb.extend(make_rows(0, 40))
-        before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
-        found.append([rb.sample()["index"].tolist() for _ in range(9)])
-        after = (torch.get_rng_state(), np.random.get_state()[1], random.getstate())  # noqa: NPY002
-        assert torch.equal(before[0], after[0])
-        assert np.array_equal(before[1], after[1])
-        assert before[2] == after[2]
-        torch.rand(1)
-        np.random.rand(1)  # noqa: NPY002
-    assert found[0] == found[1]
-
-
-@pytest.mark.pitfall("PR5")
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_global_generator_of_torch_is_used_without_a_generator(name: str) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SAMPLERS[name](), batch_size=7)
-    rb.extend(torch.arange(40))
-    state = torch.get_rng_state()
-    try:
-        found = []
-        for _ in range(2):
-            torch.manual_seed(5)
-            rb.sampler.empty()
-            found.append(torch.cat([rb.sample() for _ in range(3)]).tolist())
-        torch.manual_seed(6)
-        rb.sampler.empty()
-        other = torch.cat([rb.sample() for _ in range(3)]).tolist()
-    finally:
-        torch.set_rng_state(state)
-    assert found[0] == found[1] != other
 
 
 def test_numbers_are_drawn_where_the_generator_or_the_rows_are() -> None:

@@ -101,29 +101,6 @@ def test_rows_are_read_once(sliced: Make, monkeypatch: pytest.MonkeyPatch) -> No
 # -- other components ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
-@pytest.mark.pitfall("RD14")
-def test_draws_depend_only_on_the_generator(draw: str, sliced: Make) -> None:
-    for measure in ("window", "trajectory", "lane", "transition"):
-        one, other = (sliced([9, 30], slice_len=3, draw=draw, measure=measure) for _ in range(2))
-        before = torch.get_rng_state()
-        first = [one.sample(12)["index"].tolist() for _ in range(5)]
-        torch.rand(3)
-        torch.set_rng_state(before)
-        assert [other.sample(12)["index"].tolist() for _ in range(5)] == first
-        assert torch.equal(torch.get_rng_state(), before)
-        assert len({tuple(index) for index in first}) > 1
-
-
-def test_without_a_generator_the_global_one_counts(sliced: Make) -> None:
-    rb = sliced([50], slice_len=3)
-    rb.set_rng(None)
-    torch.manual_seed(4)
-    first = rb.sample(30)["index"]
-    torch.manual_seed(4)
-    assert torch.equal(rb.sample(30)["index"], first)
-
-
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
 def test_a_writer_that_does_not_keep_the_order(kind: Any) -> None:
     text = f"{kind.__name__} needs rows in the order in which they were written"

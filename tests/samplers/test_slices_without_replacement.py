@@ -173,13 +173,6 @@ def test_invalid_state_is_refused(change: dict[str, Any], rows: Callable[..., An
     assert torch.equal(rb.sampler.state_dict()["_remaining"], before["_remaining"])
 
 
-def test_a_seed_repeats_a_pass(rows: Callable[..., Any]) -> None:
-    one, other = (_buffer(rows([4] * 6), 4, slice_len=2) for _ in range(2))
-    before = torch.get_rng_state()
-    assert [b["index"].tolist() for b in one] == [b["index"].tolist() for b in other]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_too_short_episodes_error_states_longest_episode(rows: Callable[..., Any]) -> None:
     rb = _buffer(rows([3, 2]), 4, slice_len=4)
     with pytest.raises(RuntimeError, match="5 rows are stored, and the longest episode has 3"):

@@ -71,36 +71,6 @@ def valid_of(rb: ReplayBuffer) -> list[bool]:
     return rb.storage.get(slice(None))["return_valid"][order].flatten().tolist()
 
 
-def test_the_numbers_of_the_reference() -> None:
-    """S13, in two lanes."""
-    yes, no = True, False
-    lanes = [
-        rows_of([-1, -1, -1, 0, -1], [no, yes, no, yes, yes]),
-        rows_of([-1, 0, -1, -1, -1], [yes, yes, no, yes, no]),
-    ]
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(10, ndim=2), transform=ReturnToGo(0.99, default=DEFAULT)
-    )
-    rb.extend(torch.stack(lanes))
-    found = rb.storage.get(slice(None))
-    assert found["episode_return"].shape == (5, 2, 1)
-    assert found["return_valid"].shape == (5, 2, 1)
-    expected = torch.tensor([[-1.99, -1, -1, 0, -1], [-1, 0, -1.99, -1, DEFAULT]])
-    assert torch.equal(found["episode_return"].squeeze(-1).T, expected)
-    assert torch.equal(found["return_valid"].squeeze(-1).T, expected != DEFAULT)
-
-
-def test_until_the_end_all_rows_hold_the_default() -> None:
-    rb = buffer_of(ReturnToGo(0.5, default=DEFAULT))
-    for reward in (1.0, 2.0):
-        rb.add(rows_of([reward])[0])
-        assert set(returns_of(rb)) == {DEFAULT}
-    assert not any(valid_of(rb))
-    rb.add(rows_of([4.0], [True])[0])
-    assert returns_of(rb) == [3.0, 4.0, 4.0]
-    assert all(valid_of(rb))
-
-
 def test_rewards_are_clipped_before_they_are_summed() -> None:
     rb = buffer_of(ReturnToGo(1.0, reward_clip=(-1, 1)))
     rb.extend(rows_of([5, -3], [False, True]))
@@ -133,15 +103,6 @@ def test_truncated_episodes_may_bootstrap_from_a_value(kind: str) -> None:
     assert returns_of(rb) == [2.0, 2.0, 1 + 0.5 * (2 + 0.5 * 30), 2 + 0.5 * 30]
     assert all(valid_of(rb))
     assert seen == ([] if kind == "key" else [[3.0]])
-
-
-def test_sums_end_at_a_boundary_inside_an_episode() -> None:
-    """Its row counts its own reward; the row after it counts its own, and all that follow."""
-    rows = rows_of([1, 2, 4, 8, 16], [False] * 4 + [True])
-    rows["lost"] = torch.tensor([False, True, False, True, False])
-    rb = buffer_of(ReturnToGo(0.5, boundary="lost"))
-    rb.extend(rows)
-    assert returns_of(rb) == [2.0, 2.0, 8.0, 8.0, 16.0]
 
 
 @pytest.mark.parametrize("end", ["open", "cut", "truncated", "terminated"])
@@ -407,15 +368,6 @@ def test_checkpoints_keep_returns(tmp_path: Path, kind: str) -> None:
     assert returns_of(other) == [3.0, 4.0, 4.0]
     other.extend(rows_of([1], [True]))
     assert returns_of(other) == [3.0, 4.0, 4.0, 1.0]
-
-
-def test_samples_have_returns_of_all_rows() -> None:
-    rb = buffer_of(ReturnToGo(0.5), batch_size=32)
-    rb.extend(rows_of([1, 2, 4], [False, False, True]))
-    batch = rb.sample()
-    expected = torch.tensor([3.0, 4.0, 4.0])[batch["row"]]
-    assert torch.equal(batch["episode_return"].squeeze(-1), expected)
-    assert batch["return_valid"].shape == (32, 1)
 
 
 def test_one_transform_for_several_buffers_and_copies_of_it() -> None:

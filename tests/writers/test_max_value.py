@@ -159,14 +159,6 @@ def test_one_slot_keeps_the_largest() -> None:
     assert _ids(rb) == [9]
 
 
-def test_among_equals_the_older_row_stays() -> None:
-    rb = _buffer(2)
-    rb.extend(_rows([1, 1]))
-    assert rb.extend(_rows([1, 1], 2)).tolist() == [-1, -1]
-    assert rb.extend(_rows([2], 4)).tolist() == [1]  # the younger of the two goes
-    assert _ids(rb) == [0, 4]
-
-
 # -- the rank -------------------------------------------------------------------------------------
 
 
