@@ -241,7 +241,9 @@ class ExportSource:
         """
         keys = [*self.below(OBSERVATION), *self.below(ACTION)]
         keys += [key for key in SINGLE if key in self.leaves]
-        taken = ("terminated", "truncated")
+        # A reader would take an observation of such a name for the action or the result.
+        absent = [name_of(key, False) for key in (ACTION, *SINGLE) if key not in self.leaves]
+        taken = ("terminated", "truncated", *absent)
         names = self.names(keys, lambda key: name_of(key, is_image(self.leaves[key])), taken)
         return names, [name for key, name in names.items() if is_image(self.leaves[key])]
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from replaykit.datasets.engine.table_sources import (
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, import_extra
-from replaykit.ted import TERMINATED, TRUNCATED, Key
+from replaykit.ted import TERMINATED, TRUNCATED, Key, format_key
 
 _ENDS: Final = "meta/episode_ends"
 _DESCRIPTION: Final = re.compile(r"(?P<array>.+)/(?:\.zarray|zarr\.json)")
@@ -73,7 +74,8 @@ class ZarrLayout(TableLayout):
 
     The arrays ``data/<name>`` hold one entry for each row, and ``meta/episode_ends`` the end of
     each episode. ``action``, ``reward``, ``success``, ``terminated`` and ``truncated`` become the
-    columns of these names, and all other arrays become observations. Rows have no next observation,
+    columns of these names, and all other arrays become observations. Arrays in the groups
+    ``action`` and ``observation`` have the keys of their paths. Rows have no next observation,
     because the one after the last row was not recorded. An episode is truncated if
     ``terminated`` is not set in its last row. Images may be compressed by JPEG XL and other codecs
     of imagecodecs.
@@ -143,6 +145,10 @@ class _Store:
         self.excluded: dict[str, Any] = {}
         self.left_out: list[dict[str, str]] = []
         self.missing: dict[str, npt.NDArray[np.bool_]] = {}
+        twice = [key for key, count in Counter(map(_key, names)).items() if count > 1]
+        if twice:
+            what = f"two arrays have the key {format_key(twice[0])}"
+            raise self.where.at(key="data").error(what, "V10")
         for name in names:
             if not policies.keeps(_key(name)) and _key(name) not in (TERMINATED, TRUNCATED):
                 with _zarr_errors(self.where.at(key=f"data/{name}")):
@@ -324,7 +330,9 @@ def _register_images(codec: str) -> None:
 
 
 def _key(name: str) -> Key:
-    return _OUTSIDE.get(name, ("observation", *name.split("/")))
+    parts = tuple(name.split("/"))
+    is_key = len(parts) > 1 and parts[0] in ("action", "observation")
+    return parts if is_key else _OUTSIDE.get(name, ("observation", *parts))
 
 
 class _ZarrTable:

@@ -90,6 +90,20 @@ def test_blocks_and_shards_do_not_matter(block, tmp_path, monkeypatch):
     check(convert(tmp_path / "a", ZARR, tmp_path / "data"), arrays)
 
 
+def test_groups_of_actions_and_observations_are_keys(tmp_path):
+    write(tmp_path / "a")
+    data, values = zarr.open_group(tmp_path / "a", mode="a")["data"], np.arange(20.0)
+    for name in ("observation/action", "observation/deep/a", "move/arm"):
+        data.create_array(name, data=values)
+    rows = convert(tmp_path / "a", ZARR, tmp_path / "data")[:]
+    for key in (("action",), ("deep", "a"), ("move", "arm")):
+        assert rows[("observation", *key)].tolist() == values.tolist()
+    assert rows["action"].shape == (20, 2)
+    data.create_array("observation/state", data=values)
+    with pytest.raises(CorpusError, match=r"two arrays have the key .*state.*\[V10\]"):
+        convert(tmp_path / "a", ZARR, tmp_path / "other")
+
+
 def test_several_hierarchies_become_one_set(tmp_path):
     one, two = (write(tmp_path / name, seed=at) for at, name in enumerate(("a.zip", "b/c.zarr")))
     data = convert(tmp_path, ZARR, tmp_path.with_name(f"{tmp_path.name}-data"))
