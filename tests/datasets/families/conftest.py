@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaykit.datasets import CorpusExperienceReplay, Layout, convert
+from replaykit.datasets import CorpusExperienceReplay, Layout, convert, load_dataset
+from tests.support import LoopbackHub
 
 SHARED = Path(__file__).parents[4] / "shared/data"
 
@@ -59,6 +60,29 @@ def shared() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, point_client_at: Any) -> Callable[..., Any]:
+    """Load a data set from a Hub that serves a folder, and open it again without the Hub."""
+
+    def load(name: str, repo: str, folder: Path) -> Any:
+        files: dict[str, Any] = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        with warnings.catch_warnings(), LoopbackHub({repo: {"README.md": b"", **files}}) as hub:
+            warnings.simplefilter("ignore", UserWarning)
+            point_client_at(hub)
+            data = load_dataset(name, 4, root=tmp_path / "hub")
+        again = load_dataset(name, 4, root=tmp_path / "hub", download=False)
+        assert (again[:] == data[:]).all()
+        source = data.published.manifest.source
+        assert (source["origin"]["kind"], len(source["origin"]["commit"])) == ("hub", 40)
+        return data
+
+    return load
 
 
 Rows = dict[tuple[str, ...], list[Any]]

@@ -85,12 +85,15 @@ def test_every_item_is_that_of_the_h5_storage(form, jpeg, tmp_path):
     assert torch.allclose(data.episode_table["return"], wanted.episode_table["return"])
 
 
-def test_the_family_opens_like_others(tmp_path):
+def test_the_family_opens_like_others(tmp_path, fetched):
     folder = write(tmp_path / "set", "arrow")
     kwargs = {"source": folder, "root": tmp_path / "root"}
     assert len(load_dataset("minari-arrow:me/a-v0", 4, **kwargs)) == sum(LENGTHS)
     data = MinariArrowExperienceReplay("me/a-v0", 4, episodes=[2], **kwargs)
     assert data.sample()["observation", "image"].shape == (4, 32, 36, 3)
+    write(tmp_path / "repo/hand/a-v0", "arrow")
+    again = fetched("minari-arrow:me/hand/a-v0", "farama-minari/me", tmp_path / "repo")
+    assert (again[again[:]["episode"] == 2] == data[:]).all()
 
 
 def edited(path: Path, **changes: Any) -> None:

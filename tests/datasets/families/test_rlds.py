@@ -250,7 +250,7 @@ def test_every_item_is_the_encoded_one(shards, packed, tmp_path):
     assert [each["name"] for each in report["skipped"]] == ["record_0"]  # it has one step
 
 
-def test_the_family_opens_like_others(tmp_path):
+def test_the_family_opens_like_others(tmp_path, fetched):
     episodes = write(tmp_path / "arm")
     kwargs = {"source": tmp_path / "arm", "root": tmp_path / "root"}
     with pytest.warns(UserWarning, match="left out"):
@@ -258,6 +258,8 @@ def test_the_family_opens_like_others(tmp_path):
     check(data, episodes[:3], data.texts)
     part = RldsExperienceReplay("me/arm", 4, split="train", **kwargs)
     assert part.sample()["observation", "image"].shape == (4, 5, 4, 3)
+    data = fetched("rlds:me/arm", "me/arm", tmp_path / "arm")
+    check(data, episodes[:3], data.texts)
 
 
 # -- wrong files ----------------------------------------------------------------------------------

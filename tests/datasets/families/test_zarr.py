@@ -112,13 +112,16 @@ def test_several_hierarchies_become_one_set(tmp_path):
     assert data.episode_table["episode"].tolist() == [0, 1, 2] * 2
 
 
-def test_the_family_opens_like_others(tmp_path):
+def test_the_family_opens_like_others(tmp_path, fetched):
     arrays = write(tmp_path / "a.zarr")
     kwargs = {"source": tmp_path / "a.zarr", "root": tmp_path / "root"}
     check(load_dataset("zarr:me/pusht", 4, **kwargs), arrays)
     part = ZarrExperienceReplay("me/pusht", 4, episodes=[2], **kwargs)
     check(part, arrays, slice(8, 20))
     assert part.sample()["observation", "img"].shape == (4, 6, 8, 3)
+    (tmp_path / "repo").mkdir()
+    arrays = write(tmp_path / "repo/push.zarr.zip")
+    check(fetched("zarr:me/push", "me/push", tmp_path / "repo"), arrays)
 
 
 def test_texts_are_left_out_and_flags_end_episodes(tmp_path):
