@@ -195,6 +195,15 @@ def _columns(storage: Any) -> ColumnStorage:
     return storage
 
 
+def _queues(buffer: ReplayBuffer, storage: ColumnStorage, name: str) -> StreamQueues:
+    if buffer._sampler.consumes:
+        raise ValueError(
+            f"{name} expected a sampler that uses no rows up, got {buffer._sampler!r}; sample() "
+            "with a ConsumingSampler(order='age') returns the oldest rows once"
+        )
+    return StreamQueues(storage, name)
+
+
 def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
     with buffer._locked() as found:
         storage, writer = _columns(found), buffer._writer
@@ -204,7 +213,7 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         if not len(storage):
             raise NotEnoughData(f"expected {n} rows of each stream, got an empty storage")
         lane = getattr(writer, "lanes", None) if lane is None else lane
-        queues = StreamQueues(storage, "take()")
+        queues = _queues(buffer, storage, "take()")
         chosen = queues.named(lane)
         first = queues.taken(chosen)
         left = queues.sizes[chosen] - first
@@ -302,7 +311,7 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
     skip = whole_number("skip", skip, 0)
     with buffer._locked() as found:
         storage = _columns(found)
-        queues = StreamQueues(storage, "drain()")
+        queues = _queues(buffer, storage, "drain()")
         lanes = queues.named(None)
         first = queues.taken(lanes)
         sizes = queues.sizes[lanes] - first

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,10 @@ def test_wrong_requests_change_nothing() -> None:
         other = ReplayBuffer(storage=LazyTensorStorage(4), **parts)
         with pytest.raises(ValueError, match="overwrite=False expected"):
             other.extend(rows([0], 0), overwrite=False)
+    other.extend(rows([0], 0))
+    for refused in (partial(other.take, 1), other.drain):
+        with pytest.raises(ValueError, match="a sampler that uses no rows up"):
+            refused()
     assert rb.take(12)["x"].tolist() == [list(range(12))]
 
 
