@@ -770,7 +770,8 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         Raises:
             NotEnoughData, IndexError: with ``timeout=0``, a stream has too few rows, or none.
             TimeoutError: the rows did not come in time.
-            ValueError: ``n`` exceeds the rows of a stream, or a stream is named twice.
+            ValueError: ``n`` exceeds the rows of a stream, or a stream is named twice; or the
+                sampler uses rows up.
             RuntimeError: the storage has no tensors, or rows of streams were placed by hand.
 
         After an error nothing has changed. If a process is killed during the call, its rows count
@@ -830,6 +831,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         Raises:
             NotEnoughData: the lanes have different numbers of rows, or at most ``skip``.
             RuntimeError: the storage has no lanes.
+            ValueError: the sampler uses rows up.
 
         After an error nothing has changed.
 
@@ -867,8 +869,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
                 fixed size, or is a data set.
             MemoryError, OSError: there is no room for the rows.
 
-        After an error nothing has changed. The exception is a MemoryError after the rows were
-        copied; load a checkpoint then.
+        After an error nothing has changed.
 
         Cost: a copy of all rows. During the call, old and new rows take memory.
 

@@ -42,9 +42,14 @@ def resize_rows(buffer: ReplayBuffer, rows: int) -> int:
             for transform in one._listening:
                 transform.written(storage)
             states.append(copy.deepcopy(one._sampler.state_dict()))
-        kept = buffer._writer.resize(rows)
-        for one, state in zip(buffers, states, strict=True):
-            _follow(one, storage, state, kept)
+        try:
+            with buffer._writer.resized(rows) as kept:
+                for one, state in zip(buffers, states, strict=True):
+                    _follow(one, storage, state, kept)
+        except BaseException:
+            for one, state in zip(buffers, states, strict=True):
+                one._sampler.load_state_dict(state)
+            raise
         evicted = (length - storage.ledger.length) * cells
     for one in buffers:
         if evicted and one._observers is not None:
@@ -53,7 +58,7 @@ def resize_rows(buffer: ReplayBuffer, rows: int) -> int:
 
 
 def _follow(buffer: Any, storage: Any, state: dict[str, Any], kept: torch.Tensor | None) -> None:
-    """Let the parts of a buffer follow the rows, in a step that cannot fail."""
+    """Let the parts of a buffer follow the rows."""
     buffer._sampler.load_state_dict(state)
     if kept is not None:
         buffer._sampler.moved(kept, storage)

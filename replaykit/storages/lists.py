@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.context
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -295,11 +296,14 @@ class ListStorage(Storage):
         """Release all objects."""
         self._items.clear()
 
-    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
-        if rows is not None:
-            self._items = [self._items[row] for row in rows.tolist()]
-        self.max_size = max_size
-        self.ledger.resize(max_size, rows)
+    @contextlib.contextmanager
+    def resized(self, max_size: int, rows: torch.Tensor | None) -> Iterator[None]:
+        with self._undone_on_error():
+            if rows is not None:
+                self._items = [self._items[row] for row in rows.tolist()]
+            self.max_size = max_size
+            self.ledger.resize(max_size, rows)
+            yield
 
     # -- state --------------------------------------------------------------------------------
 

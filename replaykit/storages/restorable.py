@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -160,31 +160,35 @@ class RestorableStorage(ColumnStorage):
         content = replace(self.content().copied(), ledger=self.ledger)
         return lambda: self.load_content(content, self.check_content(content), None)
 
-    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
-        """Copy the rows that stay into columns of another capacity; see ``Storage.resize``."""
+    @contextlib.contextmanager
+    def resized(self, max_size: int, rows: torch.Tensor | None) -> Iterator[None]:
+        """Copy the rows that stay into columns of another capacity; see ``Storage.resized``."""
         if self.recovery is not None:
             raise RuntimeError(
                 "expected a storage without recover=True or shared=True, whose files and mappings "
                 f"have a fixed size, got {self!r}"
             )
-        ledger, before = self.ledger, self.max_size
-        if self._columns is None:
+        if self._columns is not None:
+            self.indexes.index_pending()
+        with self._undone_on_error(self.indexes):
+            if self._columns is not None:
+                with self._replacing_memory():
+                    self._copy_rows(max_size, rows)
+                    yield
+                return
             self.max_size = max_size
-            ledger.resize(max_size, None)
-            return
-        self.indexes.index_pending()
+            self.ledger.resize(max_size, None)
+            yield
+
+    def _copy_rows(self, max_size: int, rows: torch.Tensor | None) -> None:
+        ledger = self.ledger
         old, content = Ledger.saved(ledger.state()), replace(self.content(), ledger=ledger)
         group, indexes = content.single_group(), self.indexes.state()
         indexes_kept = self.episodes_of_subset(content, indexes, old, rows)
         self.max_size = max_size
-        try:
-            with self._replacing_memory():
-                first = Rows(group.schema.root, group.leaves, torch.Size([0, *self.lanes]))
-                columns = self._allocate(group.schema, self.lanes, first)
-                _fill(columns, group.leaves, content.rows, rows, ledger, group.packed)
-        except BaseException:
-            self.max_size = before
-            raise
+        first = Rows(group.schema.root, group.leaves, torch.Size([0, *self.lanes]))
+        columns = self._allocate(group.schema, self.lanes, first)
+        _fill(columns, group.leaves, content.rows, rows, ledger, group.packed)
         taken = taken_mask(self)
         ledger.resize(columns.slots, rows)
         self._columns, self.taken_table = columns, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -279,8 +280,12 @@ class Storage(SavedRows, Uncompiled, ABC):
         for slot, item in enumerate(picked):
             self.set(slot, item)
 
-    def resize(self, max_size: int, rows: torch.Tensor | None) -> None:
-        """Change the capacity, and move ``rows`` to slots ``0, 1, ...``; the caller holds the lock.
+    def resized(
+        self, max_size: int, rows: torch.Tensor | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context that changes the capacity, and moves ``rows`` to slots ``0, 1, ...``.
+
+        An error in the context undoes both. The caller holds the lock.
 
         Args:
             rows: old slots of the rows that stay, oldest first; None if all rows keep their slots.
@@ -289,6 +294,19 @@ class Storage(SavedRows, Uncompiled, ABC):
             RuntimeError: the capacity of this storage is fixed. Nothing has changed then.
         """
         raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
+
+    @contextlib.contextmanager
+    def _undone_on_error(self, *parts: Any) -> Iterator[None]:
+        """Return a context whose error restores the attributes of storage, ledger and parts."""
+        parts = (self, self.ledger, *parts)
+        saved = [dict(vars(part)) for part in parts]
+        try:
+            yield
+        except BaseException:
+            for part, attributes in zip(parts, saved, strict=True):
+                vars(part).update(attributes)
+            self.ledger.log.rows = self.ledger.slots
+            raise
 
     def undo_content(self) -> Callable[[], None]:
         """Return a function that undoes the next ``load_content``.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -552,12 +553,14 @@ class EpisodeWriter(Writer):
         order = storage.ledger.write_order()
         return order[torch.from_numpy(~np.isin(stream_numbers(storage)[order.numpy()], lanes))]
 
-    def resize(self, max_size: int) -> torch.Tensor | None:
+    @contextlib.contextmanager
+    def resized(self, max_size: int) -> Iterator[torch.Tensor | None]:
         storage = self._columns
         before = storage.episodes.stream_count if storage.initialized else 0
-        kept = super().resize(max_size)
-        self.evicted += before - storage.episodes.stream_count if before else 0
-        return kept
+        with super().resized(max_size) as kept:
+            evicted = before - storage.episodes.stream_count if before else 0
+            yield kept
+        self.evicted += evicted
 
     def empty(self, empty_write_count: bool = True) -> None:
         super().empty(empty_write_count)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -130,8 +131,11 @@ class Writer(Uncompiled, ABC):
             return None
         return self.survivors(slots, self.state_dict())
 
-    def resize(self, max_size: int) -> torch.Tensor | None:
-        """Change the capacity of the storage; return the result of ``kept_rows``.
+    @contextlib.contextmanager
+    def resized(self, max_size: int) -> Iterator[torch.Tensor | None]:
+        """Return a context with another capacity, whose error undoes the change.
+
+        Its value is the result of ``kept_rows``.
 
         Raises:
             BufferFull, RuntimeError, MemoryError, OSError: as ``ReplayBuffer.resize`` does. Nothing
@@ -139,8 +143,8 @@ class Writer(Uncompiled, ABC):
         """
         storage = self.storage
         kept = self.kept_rows(-(-max_size // storage.lanes.numel()))
-        storage.resize(max_size, kept)
-        return kept
+        with storage.resized(max_size, kept):
+            yield kept
 
     # -- writing ------------------------------------------------------------------------------
 

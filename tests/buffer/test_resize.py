@@ -33,6 +33,8 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import BufferFull
+from replaykit.storages.episode_indexes import EpisodeIndexes
+from replaykit.storages.ledger import Ledger
 
 _MAKE: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, _: ListStorage(n),
@@ -295,6 +297,53 @@ def test_refusals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RuntimeError, match="without recover=True or shared=True"):
             fixed.resize(3)
         assert sorted(fixed[:]["x"].tolist()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Ledger, "resize"), (EpisodeIndexes, "restore"), (PrioritizedSampler, "moved")],
+)
+@pytest.mark.parametrize("kind", [*list(_MAKE)[1:], "episodes"])
+def test_an_error_at_any_step_is_undone(
+    kind: str, owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, writer = 1 + (kind == "lanes"), None
+    storage = _MAKE.get(kind, lambda n, _: LazyTensorStorage(n, lane_key="id"))(
+        6 * cells, tmp_path / "rows"
+    )
+    if kind == "episodes":
+        writer = EpisodeWriter()
+    rb = ReplayBuffer(storage=storage, sampler=PrioritizedSampler(100, 1.0, 1.0), writer=writer)
+    for key in range(3):
+        rows = _episode(key, 3)
+        rb.extend(rows if kind == "episodes" else _rows(range(3 * key, 3 * key + 3), 2 * cells - 2))
+    first = torch.zeros(1, 2, dtype=torch.int64) if cells > 1 else torch.tensor([0])
+    rb.update_priority(first, torch.tensor([7.0]))
+    rb.tag(first, {"task": 5})
+    other = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=1)
+    other.sample()
+
+    def shown() -> str:
+        data, ledger = storage.indexes.data(), storage.ledger.state()
+        files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+        found = [_by_age(rb), storage.max_size, ledger, files, rb.episodes.lengths, data["task"]]
+        found += [rb.sampler.stored_priorities(storage), other.sampler.state_dict()]
+        return str([*found, getattr(rb.writer, "evicted", 0)])
+
+    before, real = shown(), getattr(owner, name)
+
+    def fail(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        raise MemoryError
+
+    for slots in (4, 20)[: 1 + (name != "moved")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(MemoryError):
+                rb.resize(slots * cells)
+        assert shown() == before
+    rb.extend(_episode(8, 3) if kind == "episodes" else _rows(range(9, 12), 2 * cells - 2))
+    assert rb.resize(5 * cells) == (3 if kind == "episodes" else cells)
 
 
 def _raise(*_: Any) -> None:
