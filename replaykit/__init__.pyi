@@ -38,10 +38,8 @@ from replaykit.datasets.families.lerobot import (
     LeRobotExperienceReplay,
 )
 from replaykit.datasets.families.minari import (
-    MinariExperienceReplay,
-)
-from replaykit.datasets.families.minari_arrow import (
     MinariArrowExperienceReplay,
+    MinariExperienceReplay,
 )
 from replaykit.datasets.families.rlds import (
     RldsExperienceReplay,

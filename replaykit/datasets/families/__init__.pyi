@@ -13,8 +13,6 @@ from replaykit.datasets.families.lerobot import (
 )
 from replaykit.datasets.families.minari import (
     MINARI,
-)
-from replaykit.datasets.families.minari_arrow import (
     MINARI_ARROW,
     MinariArrowLayout,
 )

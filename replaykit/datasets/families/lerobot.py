@@ -37,6 +37,7 @@ from replaykit.datasets.engine.table_sources import (
 from replaykit.datasets.families.lerobot_checks import (
     EpisodeMoments,
     LeRobotChecks,
+    Repair,
     drift_limit,
 )
 from replaykit.datasets.families.lerobot_files import (
@@ -50,7 +51,6 @@ from replaykit.datasets.families.lerobot_files import (
     read_set,
     values_of,
 )
-from replaykit.datasets.families.lerobot_repair import Repair
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import SourceFile, Sources, files_below
 from replaykit.errors import CorpusError

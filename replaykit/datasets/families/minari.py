@@ -1,27 +1,42 @@
-"""The Minari family in HDF5, and JSON files next to source files."""
+"""The Minari family in HDF5, Arrow and Parquet files, and JSON files next to source files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay
+from replaykit.datasets.encoded_frames import decode_image
 from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Decoder, Field, Images, Text
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.table_sources import (
+    Array,
+    SourceColumn,
+    TableEpisodes,
+    TableLayout,
+    TableSource,
+)
+from replaykit.datasets.families.lerobot_files import Feature, arrow, file_errors, values_of
 from replaykit.datasets.remote_sources import HubFiles
+from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
 from replaykit.keywords import Replaced
+from replaykit.ted import TERMINATED, TRUNCATED, Key
 
 
 class Sidecar:
@@ -341,3 +356,366 @@ def minari_repository(dataset_id: str) -> tuple[str, str]:
             "files with source="
         )
     return f"farama-minari/{namespace}", rest
+
+
+_FORMATS: Final = ("arrow", "parquet")
+_SINGLE: Final[Mapping[str, Key]] = {
+    "rewards": ("next", "reward"),
+    "terminations": TERMINATED,
+    "truncations": TRUNCATED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinariArrowLayout(TableLayout):
+    """Layout of data sets that Minari has written as Arrow or Parquet files.
+
+    The columns are those of `MinariLayout`, which is for HDF5. Lists of texts, infos without a
+    fixed shape, and infos that some episodes lack are left out and reported.
+
+    Example:
+        >>> from replaykit.datasets.families import MINARI_ARROW
+        >>> MINARI_ARROW.name
+        'minari-arrow'
+    """
+
+    name: str = "minari-arrow"
+    version: int = 1
+    suffixes: tuple[str, ...] = (".json", ".arrow", ".parquet")
+
+    def open(self, sources: Sources, policies: Policies, judge: Judge) -> TableSource:
+        return _MinariTable(sources, judge)
+
+    def recognizes(self, path: Path) -> bool:
+        return any(_format_of(path / name / METADATA) in _FORMATS for name in ("", "data"))
+
+
+MINARI_ARROW: Final = MinariArrowLayout()
+
+
+def _format_of(path: Path) -> Any:
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return said.get("data_format") if isinstance(said, dict) else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a space, with the place of its values in the files.
+
+    Attributes:
+        path: the names of columns and fields, from outside to inside.
+        feature: the key before a step, and shape and dtype of one value.
+        kind: ``"numbers"``, ``"images"`` or ``"texts"``.
+    """
+
+    path: tuple[str, ...]
+    feature: Feature
+    kind: str = "numbers"
+
+
+class _MinariTable:
+    """The steps of a data set, whose episodes have one folder each."""
+
+    attached: Mapping[str, Path] = {}
+    splits: Mapping[str, Sequence[int]] = {}
+
+    def __init__(self, sources: Sources, judge: Judge) -> None:
+        self._judge = judge
+        names = {file.name: file.path for file in sources.files}
+        found = [name for name in names if _format_of(names[name]) in _FORMATS]
+        if len(found) != 1:
+            first = sources.files[0]
+            raise Location(first.path, first.name).error(
+                f"{len(found)} files named {METADATA} describe data sets of Minari as Arrow or "
+                "Parquet, expected one",
+                "V04",
+            )
+        self._where = Location(names[found[0]], found[0])
+        root = found[0].removesuffix(METADATA)
+        with file_errors(self._where.file, "V15"):
+            said = json.loads(self._where.file.read_bytes())
+            self._jpeg = bool(said.get("jpeg_encoding", True))
+            self._format = said["data_format"]
+            count = int(said["total_episodes"])
+            steps = int(said["total_steps"])
+            if not 0 <= count <= len(names):
+                raise ValueError(f"total_episodes is {count}, but there are {len(names)} files")
+        self._files: list[list[tuple[Path, str]]] = [[] for _ in range(count)]
+        self._lengths, seeds = np.zeros(count, np.int64), np.full(count, -1)
+        for number in range(count):
+            self._find_episode(number, f"{root}{number}/", names, seeds)
+        self.left_out: list[dict[str, str]] = []
+        self._parts = [*self._spaces(said, "observation"), *self._spaces(said, "action")]
+        self.episodes = TableEpisodes(
+            self._lengths,
+            np.arange(count),
+            [f"episode_{number}" for number in range(count)],
+            seeds=seeds,
+        )
+        if int(self._lengths.sum()) != steps and not judge.bad:
+            what = f"total_steps is {steps}, the episodes have {int(self._lengths.sum())} steps"
+            raise self._where.error(what, "V15")
+        self.facts = {
+            name: said[name]
+            for name in ("dataset_id", "minari_version", "algorithm_name")
+            if isinstance(said.get(name), str)
+        }
+        self.columns = list(self._columns())
+
+    def _find_episode(
+        self, number: int, folder: str, names: Mapping[str, Path], seeds: Array
+    ) -> None:
+        files = sorted(
+            name for name in names
+            if name.startswith(folder) and name.endswith(f".{self._format}")
+        )  # fmt: skip
+        where = self._where.at(group=f"episode_{number}")
+        if not files or f"{folder}{METADATA}" not in names:
+            missing = f"{folder}{METADATA}" if files else f"files of {folder}"
+            raise where.error(f"{missing} are missing", "V32")
+        self._files[number] = [(names[name], name) for name in files]
+        path = names[f"{folder}{METADATA}"]
+        with file_errors(path, "V15"):
+            said = json.loads(path.read_bytes())
+            self._lengths[number] = int(said["total_steps"])
+            if self._lengths[number] < 0:
+                raise ValueError(f"total_steps is {self._lengths[number]}")
+            seed = said.get("seed")
+            seeds[number] = seed if type(seed) is int and 0 <= seed < 1 << 63 else -1
+        size = sum(names[name].stat().st_size for name in files)
+        if self._lengths[number] > size:  # few files have more steps than bytes
+            try:
+                self._check_length(len(self._table(number)), number)
+            except CorpusError as error:
+                self._judge.condemn(number, error)
+
+    def _spaces(self, said: Mapping[str, Any], role: str) -> Iterator[_Part]:
+        space = parsed_space(said.get(f"{role}_space", "null"), self._where)
+        if not isinstance(space, dict):
+            raise self._where.error(f"it has no {role}_space", "V12")
+        try:
+            for path, part in space_parts(role, space):
+                yield self._part(tuple(path.split("/")), part)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"the {role}_space is not one that Minari writes ({error!r})"
+            raise self._where.error(what, "V04") from error
+
+    def _part(self, key: Key, space: Mapping[str, Any]) -> _Part:
+        kind, name = space["type"], "/".join(key)
+        path = (f"{key[0]}s", *(part.removeprefix("_index_") for part in key[1:]))
+        if kind == "Text":
+            return _Part(path, Feature(name, key, "uint8", (text_width(space),)), "texts")
+        if kind == "Discrete":
+            return _Part(path, Feature(name, key, space["dtype"], ()))
+        if kind == "MultiBinary":
+            size = space["n"]
+            shape = (size,) if isinstance(size, int) else tuple(size)
+            return _Part(path, Feature(name, key, "int8", shape))
+        if kind == "MultiDiscrete":
+            shape = np.asarray(space["nvec"]).shape
+            return _Part(path, Feature(name, key, space["dtype"], shape))
+        if kind != "Box":
+            raise ValueError(f"space {kind!r} of {name}")
+        shape = tuple(space["shape"])
+        encoded = self._jpeg and is_image_space(space)
+        return _Part(
+            path, Feature(name, key, space["dtype"], shape), "images" if encoded else "numbers"
+        )
+
+    def _columns(self) -> Iterator[SourceColumn]:
+        schemas: dict[int, Any] = {}
+        for position in np.flatnonzero(self._lengths).tolist():
+            try:
+                with self._reader(self._files[position][0][0]) as (schema, _):
+                    schemas[position] = schema
+            except CorpusError as error:
+                self._judge.condemn(position, error)
+        if not schemas:
+            return
+        first = next(iter(schemas))
+        for part in self._parts:
+            yield self._column(part, part.feature.key)
+            if part.path[0] == "observations":
+                yield self._column(part, ("next", *part.feature.key))
+        with file_errors(self._files[first][0][0], "V12"):
+            for name, key in _SINGLE.items():
+                dtype = np.dtype(schemas[first].field(name).type.to_pandas_dtype())
+                if dtype.kind not in "biuf":
+                    raise ValueError(f"{name!r} is {dtype}, expected numbers")
+                yield SourceColumn(key, (1,), dtype, name)
+        infos = self._shared_infos(schemas)
+        self._parts += infos
+        for part in infos:
+            yield self._column(part, part.feature.key)
+            yield self._column(part, ("next", *part.feature.key))
+
+    def _shared_infos(self, schemas: Mapping[int, Any]) -> list[_Part]:
+        """Return the parts of infos that all episodes have; report the others as left out."""
+        why: dict[str, str] = {}
+        counts: Counter[_Part] = Counter()
+        for position, schema in schemas.items():
+            if "infos" in schema.names:
+                with file_errors(self._files[position][0][0], "V10"):
+                    counts.update(self._infos(schema.field("infos"), ("info",), why))
+        for part, count in counts.items():
+            if count < len(schemas):
+                lacks = f"{len(schemas) - count} of {len(schemas)} episodes"
+                said = f"{lacks} do not have it as {part.feature.dtype} {list(part.feature.shape)}"
+                why.setdefault(part.feature.name, said)
+        self.left_out += [{"key": name, "why": text} for name, text in why.items()]
+        return [part for part, count in counts.items() if count == len(schemas)]
+
+    def _column(self, part: _Part, key: Key) -> SourceColumn:
+        name = "/".join(part.path)
+        return SourceColumn(key, part.feature.shape, np.dtype(part.feature.dtype), name)
+
+    def _infos(self, field: Any, key: Key, why: dict[str, str]) -> Iterator[_Part]:
+        """Yield the parts of infos whose values have one shape; add a reason for the others."""
+        import pyarrow as pa
+
+        if pa.types.is_struct(field.type):
+            for inner in field.type:
+                yield from self._infos(inner, (*key, inner.name), why)
+            return
+        kind: Any = field.type
+        shape: tuple[int, ...] = ()
+        if pa.types.is_fixed_size_list(kind):
+            said = (field.metadata or {}).get(b"shape", str(kind.list_size).encode())
+            shape = tuple(int(size) for size in said.split(b",") if size)
+            kind = kind.value_type
+        name = "/".join(key)
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or kind == pa.bool_()):
+            why.setdefault(name, f"its type {field.type} has no fixed shape")
+            return
+        dtype = np.dtype(kind.to_pandas_dtype()).name
+        yield _Part(("infos", *key[1:]), Feature(name, key, dtype, shape))
+
+    def location(self, position: int) -> Location:
+        path, name = self._files[position][0]
+        return Location(path, name, self.episodes.names[position])
+
+    @contextmanager
+    def _reader(self, path: Path) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """Open a file of Arrow or Parquet; return its schema, and a function that reads it."""
+        import pyarrow as pa
+
+        with file_errors(path, "V03"):
+            if self._format == "parquet":
+                with arrow().ParquetFile(path) as file:
+                    yield file.schema_arrow, file.read
+            else:
+                with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as reader:
+                    yield reader.schema, reader.read_all
+
+    def _table(self, position: int) -> Any:
+        """Return the entries of an episode as a table of Arrow, which is checked."""
+        import pyarrow as pa
+
+        tables = []
+        for path, _ in self._files[position]:
+            with self._reader(path) as (_, read):
+                tables.append(read())
+                tables[-1].validate(full=True)
+        with file_errors(self._files[position][0][0], "V10"):
+            return pa.concat_tables(tables)
+
+    def blocks(
+        self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
+    ) -> Iterator[Mapping[Key, Array]]:
+        for position in np.flatnonzero(kept).tolist():
+            try:
+                found = self._rows(position)
+            except CorpusError as error:
+                self._judge.condemn(position, error)
+                length = int(self._lengths[position])
+                found = {
+                    column.key: np.zeros((length, *column.shape), column.dtype)
+                    for column in self.columns
+                }
+            yield {key: found[key] for key in keys}
+
+    def _rows(self, position: int) -> dict[Key, Array]:
+        table, length = self._table(position), int(self._lengths[position])
+        path = self._files[position][0][0]
+        self._check_length(len(table), position)
+        found: dict[Key, Array] = {}
+        with file_errors(path, "V10"):
+            for part in self._parts:
+                key, is_action = part.feature.key, part.path[0] == "actions"
+                column = _inner(table, part.path)
+                column = column.slice(0, length) if is_action else column
+                values = self._values(part, column, path)
+                found[key] = values[:length]
+                if not is_action:
+                    following: Key = ("next", *key)
+                    found[following] = values[1:]
+            for name, key in _SINGLE.items():
+                dtype = next(column.dtype.name for column in self.columns if column.key == key)
+                column = table[name].slice(0, length)
+                found[key] = values_of(column, Feature(name, key, dtype, (1,)))
+        return found
+
+    def _check_length(self, entries: int, position: int) -> None:
+        (path, name), length = self._files[position][0], int(self._lengths[position])
+        if entries != length + 1:
+            what = f"has {entries} entries, expected {length + 1} for {length} steps"
+            raise Location(path, name, f"episode_{position}").error(what, "V34")
+
+    def _values(self, part: _Part, column: Any, path: Path) -> Array:
+        feature = part.feature
+        if part.kind == "numbers":
+            # Minari stores values of any shape as flat lists.
+            flat = replace(feature, shape=(int(np.prod(feature.shape)),))
+            return values_of(column, flat).reshape(len(column), *feature.shape)
+        found = np.zeros((len(column), *feature.shape), np.uint8)
+        for at, entry in enumerate(column.to_pylist()):
+            if part.kind == "images":
+                if not isinstance(entry, bytes):
+                    raise ValueError(f"{feature.name}, entry {at}: is no encoded image")
+                decode_image(entry, found[at], f"{path}: {feature.name}, entry {at}")
+                continue
+            text = entry.encode() if isinstance(entry, str) else None
+            if text is None or len(text) > feature.shape[0]:
+                raise ValueError(f"{feature.name}, entry {at}: is no text of the space")
+            found[at, : len(text)] = np.frombuffer(text, np.uint8)
+        return found
+
+
+def _inner(table: Any, path: Sequence[str]) -> Any:
+    """Return a field of nested structures."""
+    import pyarrow.compute as pc
+
+    column = table[path[0]]
+    for name in path[1:]:
+        if column.null_count:
+            raise ValueError(f"{'/'.join(path)} has {column.null_count} nulls")
+        column = pc.struct_field(column, [column.type.get_field_index(name)])
+    return column
+
+
+class MinariArrowExperienceReplay(BaseDatasetExperienceReplay[SamplerT]):
+    """Transitions of Minari's data sets in Arrow or Parquet storage.
+
+    Ids are Minari's ids. The first part names the repository below ``farama-minari``. See
+    `MinariArrowLayout` for keys, and BaseDatasetExperienceReplay for arguments, errors and methods.
+
+    Example:
+        >>> from replaykit.datasets import MinariArrowExperienceReplay
+        >>> MinariArrowExperienceReplay("me/door/human-v2", 32, download=False, root="no-such")
+        Traceback (most recent call last):
+        FileNotFoundError: the data set 'me/door/human-v2' is not in ...
+    """
+
+    any_id = True
+    corpus = "minari-arrow"
+    layout = MINARI_ARROW
+    owner: ClassVar[str] = "farama-minari"
+
+    @classmethod
+    def remote(cls, dataset_id: str) -> HubFiles:
+        """Return the location of a data set's files."""
+        repository, folder = minari_repository(dataset_id)
+        return HubFiles(repository, folder, cls.layout.suffixes, natural=True)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from replaykit.datasets import Policies, RldsExperienceReplay, convert, load_dataset
 from replaykit.datasets.families import RLDS
-from replaykit.datasets.families.tf_examples import Example
+from replaykit.datasets.families.rlds import Example
 from replaykit.errors import CorpusError
 from tests.datasets.families.mutations import refusals
 
