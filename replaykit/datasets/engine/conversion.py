@@ -159,11 +159,29 @@ def ensure_dataset(
     found: list[Sources] = []
 
     def build(directory: Path) -> Manifest:
+        sources = found[-1]
+        if layout.has_files:
+            sources.check()
+        named_files = [(file.path, file.name) for file in sources.files]
+        before = stamps_of(named_files, layout)
         if isinstance(layout, Layout):
-            made = _convert(directory, found[-1], layout, options, named, progress)
+            manifest, text = _convert(directory, sources, layout, options, named, before, progress)
         else:
-            made = _convert_table(directory, found[-1], layout, options, named, progress)
-        manifest, text = made
+            manifest, text = convert_table(
+                directory,
+                sources,
+                layout,
+                options.policies,
+                named,
+                {"source_stamps": before},
+                options.to_json(),
+                block_bytes=options.block_bytes,
+                progress=progress,
+            )
+        if stamps_of(named_files, layout) != before:
+            raise CorpusError(
+                "a source file changed while it was converted; convert it again [V02]"
+            )
         if text is not None:
             warning_texts.append(text)
         return manifest
@@ -214,13 +232,12 @@ def _convert(
     layout: Layout,
     options: ConvertOptions,
     identity: Mapping[str, Any],
+    stamps: Mapping[str, list[int]],
     progress: bool | None,
 ) -> tuple[Manifest, str | None]:
     """Fill a directory with columns and episode table, and return manifest and warning."""
-    sources.check()
-    before = stamps_of(((file.path, file.name) for file in sources.files), layout)
     said = {"options": options.to_json(), "identity": dict(identity)}
-    unfinished = Unfinished(directory, conversion_digest(sources, layout, said, before))
+    unfinished = Unfinished(directory, conversion_digest(sources, layout, said, stamps))
     # The fields and episodes that an interrupted conversion had to leave out.
     without, excluded = unfinished.without, unfinished.excluded
     is_guess = bool(without or excluded)
@@ -285,7 +302,6 @@ def _convert(
             episode = plan.episodes[position]
             excluded[episode.file, episode.group, episode.base] = why
         made = _Made(plan, columns, written, found)
-    _check_unchanged(sources, layout, before)
     first = Location(sources.files[0].path, sources.files[0].name)
     policies = options.policies
     if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
@@ -317,43 +333,9 @@ def _convert(
         source=sources.to_json(),
         report=report,
         options=options.to_json(),
-        made={**provenance(), "source_stamps": before},
+        made={**provenance(), "source_stamps": stamps},
     )
     return manifest, text
-
-
-def _convert_table(
-    directory: Path,
-    sources: Sources,
-    layout: TableLayout,
-    options: ConvertOptions,
-    identity: Mapping[str, Any],
-    progress: bool | None,
-) -> tuple[Manifest, str | None]:
-    """Do as `_convert` for a table, which is not continued after an interruption."""
-    if layout.has_files:
-        sources.check()
-    before = stamps_of(((file.path, file.name) for file in sources.files), layout)
-    found = convert_table(
-        directory,
-        sources,
-        layout,
-        options.policies,
-        identity,
-        {"source_stamps": before},
-        options.to_json(),
-        block_bytes=options.block_bytes,
-        progress=progress,
-    )
-    _check_unchanged(sources, layout, before)
-    return found
-
-
-def _check_unchanged(
-    sources: Sources, layout: Layout | TableLayout, before: Mapping[str, list[int]]
-) -> None:
-    if stamps_of(((file.path, file.name) for file in sources.files), layout) != before:
-        raise CorpusError("a source file changed while it was converted; convert it again [V02]")
 
 
 def _columns(

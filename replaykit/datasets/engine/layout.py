@@ -234,6 +234,7 @@ class Layout:
     joined: bool = False
     chunks: str = ""
     suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
+    has_files: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check that every field can take a dataset, and that no keys conflict.
