@@ -439,9 +439,11 @@ def read_array(
     The function decompresses the array up to ``stop``, and keeps only these rows.
 
     Raises:
-        KeyError: there is no such array.
-        ValueError: the array holds objects, or its values are incomplete or not ``count``.
+        ValueError: there is no such array, it holds objects, or its values are incomplete or not
+            ``count``.
     """
+    if f"{name}.npy" not in file.NameToInfo:
+        raise ValueError(f"it has no array {name!r}")
     if file.getinfo(f"{name}.npy").compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"array {name!r} has a compression that NumPy does not write")
     with file.open(f"{name}.npy") as member:

@@ -218,21 +218,20 @@ class AmagoTrajectories:
     def length(self, number: int) -> int:
         """Return the number of rows of a trajectory: one less than its observations."""
         with _opened(self._files[number]) as file:
-            return len(_array(file, self._files[number], "rews"))
+            return len(read_array(file, "rews"))
 
     def load(
         self, number: int, keys: Keys = None, start: int = 0, stop: int | None = None
     ) -> TensorDict:
         """Return the rows ``[start, stop)`` of a trajectory in TED."""
-        path = self._files[number]
-        with _opened(path) as file:
+        with _opened(self._files[number]) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
-            count = len(_array(file, path, "rews"))
+            count = len(read_array(file, "rews"))
             low, high, _ = slice(start, stop).indices(count)
 
             def part(name: str, more: int = 0, shift: int = 0) -> Callable[[], Array]:
                 bounds = low + shift, max(low, high) + shift
-                return partial(_array, file, path, name, *bounds, count + more)
+                return partial(read_array, file, name, *bounds, count + more)
 
             rows: dict[Any, Callable[[], Array]] = {
                 ("action",): part("actions"),
@@ -254,8 +253,8 @@ class AmagoTrajectories:
         """Return ``head``, ``tail`` and the name of the ``file``."""
         path = self._files[number]
         with _opened(path) as file:
-            first = int(_array(file, path, "time_idxs", 0, 1).reshape(-1)[0])
-            ended = bool(_array(file, path, "dones")[-1:].any())
+            first = int(read_array(file, "time_idxs", 0, 1).reshape(-1)[0])
+            ended = bool(read_array(file, "dones")[-1:].any())
         head, tail = "cut" if first else "reset", "terminated" if ended else "cut"
         return {"head": head, "tail": tail, "file": path.name}
 
@@ -351,10 +350,10 @@ class EmoteTable:
             ("next", "terminated"): lambda: last & (not truncated),
             ("next", "truncated"): lambda: last & truncated,
         }
+        ranges = {name: self._range(name, number) for name in self._columns}
         with _opened(self._path) as file:
-            for name in self._columns:
-                first, size = self._range(name, number)
-                read = partial(_array, file, self._path, name)
+            for name, (first, size) in ranges.items():
+                read = partial(read_array, file, name)
                 at, stop_at = first + first_row, first + until
                 if size == count and name not in self._tags:
                     rows[names.get(name, (name,))] = partial(read, at, stop_at)
@@ -363,19 +362,19 @@ class EmoteTable:
                     rows["next", "observation", name] = partial(read, at + 1, stop_at + 1)
                 elif size != 1 or name in names:
                     raise ValueError(
-                        f"{self._path}: column {name!r} has {size} values in episode "
-                        f"{self._ids[number]}, expected {count} or {count + 1}"
+                        f"column {name!r} has {size} values in episode {self._ids[number]}, "
+                        f"expected {count} or {count + 1}"
                     )
             return _ted(rows, keys)
 
     def tags(self, number: int) -> Mapping[str, Any]:
         """Return ``head``, ``tail``, the ``identity`` and Emote's own tags."""
         count, found = self.length(number), {}
+        ranges = {name: self._range(name, number) for name in self._columns}
         with _opened(self._path) as file:
-            for name in self._columns:
-                first, size = self._range(name, number)
+            for name, (first, size) in ranges.items():
                 if size == 1 and (count > 1 or name in self._tags):
-                    found[name] = _array(file, self._path, name, first, first + 1)[0].tolist()
+                    found[name] = read_array(file, name, first, first + 1)[0].tolist()
         tail = "truncated" if found.get("terminal") else "terminated"
         return {**found, "head": "reset", "tail": tail, "identity": self._ids[number]}
 
@@ -529,24 +528,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as file:
             yield file
-    except ZIP_ERRORS as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _array(
-    file: zipfile.ZipFile,
-    path: Path,
-    name: str,
-    start: int = 0,
-    stop: int | None = None,
-    count: int | None = None,
-) -> Array:
-    """Return rows of an array, which has ``count`` values if that is given."""
-    try:
-        return read_array(file, name, start, stop, count)
-    except KeyError:
-        raise ValueError(f"{path} has no array {name!r}") from None
-    except ValueError as error:
+    except (*ZIP_ERRORS, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

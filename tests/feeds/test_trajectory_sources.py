@@ -136,7 +136,7 @@ def test_amago_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     ):
         AmagoTrajectories(tmp_path).load(0)
     np.savez(tmp_path / "a", rews=np.zeros((3, 1)))
-    with pytest.raises(ValueError, match=r"a\.npz has no array 'time_idxs'"):
+    with pytest.raises(ValueError, match=r"a\.npz: it has no array 'time_idxs'"):
         AmagoTrajectories(tmp_path).tags(0)
     np.savez(tmp_path / "a", rews=np.array([{}]))
     with pytest.raises(ValueError, match="'rews' holds pickled objects"):
