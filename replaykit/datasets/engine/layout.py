@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -66,6 +67,57 @@ def _meet(key: Key, other: Key, is_group: bool, is_other_group: bool) -> bool:
         return other[: len(key)] == key
     shorter = min(len(key), len(other))
     return key[:shorter] == other[:shorter]
+
+
+class Sidecar:
+    """A JSON object, and the file that contains it.
+
+    Attributes:
+        path: the file.
+        sha256: the SHA-256 of the file's content, for the manifest.
+        content: the object.
+    """
+
+    def __init__(self, path: Path, text: bytes) -> None:
+        self.path = path
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, expected an object")
+        self.content: dict[str, Any] = found
+
+    def facts(self, *names: str) -> dict[str, Any]:
+        """Return name and hash of the file, and the values of the named entries."""
+        known = {name: self.content.get(name) for name in names}
+        return {
+            "described_by": {"name": self.path.name, "sha256": self.sha256},
+            **{k: v for k, v in known.items() if isinstance(v, (str, int, float, bool))},
+        }
+
+
+def read_sidecar(location: Location, name: str) -> Sidecar | None:
+    """Read a JSON file in the folder of a source file; return ``None`` if it is absent.
+
+    Raises:
+        CorpusError: the file is not a JSON object (rule V04).
+    """
+    path = Path(location.file).with_name(name)
+    try:
+        status = path.stat()
+        return _read(path, status.st_mtime_ns, status.st_size)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise location.error(
+            f"{path}, which describes it, cannot be read ({error})", "V04"
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, mtime: int, size: int) -> Sidecar:
+    # This is called for every episode. The cache key contains time and size, so a change is
+    # noticed.
+    return Sidecar(path, path.read_bytes())
 
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]

@@ -19,6 +19,7 @@ from replaykit.datasets.engine.layout import ALWAYS
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.sources import Sources
+from replaykit.errors import CorpusError
 from replaykit.feeds.trajectory_sources import TrajectorySource
 from replaykit.ted import TERMINATED, TRUNCATED, Key
 
@@ -135,6 +136,27 @@ class TableSource(Protocol):
         Raises:
             CorpusError: a file cannot be read, or breaks a rule. The message names file and rule.
         """
+
+
+def episode_blocks(
+    source: TableSource,
+    kept: npt.NDArray[np.bool_],
+    keys: Sequence[Key],
+    rows_of: Callable[[int], Mapping[Key, Array]],
+    judge: Judge,
+) -> Iterator[Mapping[Key, Array]]:
+    """Yield the rows of one episode after another, and zeros for one that cannot be read."""
+    for position in np.flatnonzero(kept).tolist():
+        try:
+            found = rows_of(position)
+        except CorpusError as error:
+            judge.condemn(position, error)
+            count = int(source.episodes.lengths[position])
+            found = {
+                column.key: np.zeros((count, *column.shape), column.dtype)
+                for column in source.columns
+            }
+        yield {key: found[key] for key in keys}
 
 
 class ValueChecks:

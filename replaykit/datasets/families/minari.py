@@ -1,14 +1,12 @@
-"""The Minari family in HDF5, Arrow and Parquet files, and JSON files next to source files."""
+"""The Minari family in HDF5, Arrow and Parquet files."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -21,7 +19,7 @@ from replaykit.datasets.encoded_frames import decode_image
 from replaykit.datasets.engine.episode_finders import Finder, Groups
 from replaykit.datasets.engine.fields import FINAL_STATE, Alignment, Decoder, Field, Images, Text
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
+from replaykit.datasets.engine.layout import Bounds, Layout, Sidecar, SourceFacts, read_sidecar
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
@@ -30,6 +28,7 @@ from replaykit.datasets.engine.table_sources import (
     TableEpisodes,
     TableLayout,
     TableSource,
+    episode_blocks,
 )
 from replaykit.datasets.families.lerobot_files import Feature, arrow, file_errors, values_of
 from replaykit.datasets.remote_sources import HubFiles
@@ -37,58 +36,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.keywords import Replaced
 from replaykit.ted import TERMINATED, TRUNCATED, Key
-
-
-class Sidecar:
-    """A JSON object, and the file that contains it.
-
-    Attributes:
-        path: the file.
-        sha256: the SHA-256 of the file's content, for the manifest.
-        content: the object.
-    """
-
-    def __init__(self, path: Path, text: bytes) -> None:
-        self.path = path
-        self.sha256 = hashlib.sha256(text).hexdigest()
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {type(found).__name__}, expected an object")
-        self.content: dict[str, Any] = found
-
-    def facts(self, *names: str) -> dict[str, Any]:
-        """Return name and hash of the file, and the values of the named entries."""
-        known = {name: self.content.get(name) for name in names}
-        return {
-            "described_by": {"name": self.path.name, "sha256": self.sha256},
-            **{k: v for k, v in known.items() if isinstance(v, (str, int, float, bool))},
-        }
-
-
-def read_sidecar(location: Location, name: str) -> Sidecar | None:
-    """Read a JSON file in the folder of a source file; return ``None`` if it is absent.
-
-    Raises:
-        CorpusError: the file is not a JSON object (rule V04).
-    """
-    path = Path(location.file).with_name(name)
-    try:
-        status = path.stat()
-        return _read(path, status.st_mtime_ns, status.st_size)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise location.error(
-            f"{path}, which describes it, cannot be read ({error})", "V04"
-        ) from error
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, mtime: int, size: int) -> Sidecar:
-    # This is called for every episode. The cache key contains time and size, so a change is
-    # noticed.
-    return Sidecar(path, path.read_bytes())
-
 
 _D4RL: Final = {
     "antmaze": (
@@ -428,11 +375,8 @@ class _MinariTable:
         found = [name for name in names if _format_of(names[name]) in _FORMATS]
         if len(found) != 1:
             first = sources.files[0]
-            raise Location(first.path, first.name).error(
-                f"{len(found)} files named {METADATA} describe data sets of Minari as Arrow or "
-                "Parquet, expected one",
-                "V04",
-            )
+            what = f"{len(found)} files named {METADATA} describe data sets of Minari as Arrow or"
+            raise Location(first.path, first.name).error(f"{what} Parquet, expected one", "V04")
         self._where = Location(names[found[0]], found[0])
         root = found[0].removesuffix(METADATA)
         with file_errors(self._where.file, "V15"):
@@ -483,8 +427,7 @@ class _MinariTable:
             self._lengths[number] = int(said["total_steps"])
             if self._lengths[number] < 0:
                 raise ValueError(f"total_steps is {self._lengths[number]}")
-            seed = said.get("seed")
-            seeds[number] = seed if type(seed) is int and 0 <= seed < 1 << 63 else -1
+            seeds[number] = SourceFacts.seed_of(said.get("seed"))
         size = sum(names[name].stat().st_size for name in files)
         if self._lengths[number] > size:  # few files have more steps than bytes
             try:
@@ -625,17 +568,7 @@ class _MinariTable:
     def blocks(
         self, kept: npt.NDArray[np.bool_], keys: Sequence[Key], block_bytes: int
     ) -> Iterator[Mapping[Key, Array]]:
-        for position in np.flatnonzero(kept).tolist():
-            try:
-                found = self._rows(position)
-            except CorpusError as error:
-                self._judge.condemn(position, error)
-                length = int(self._lengths[position])
-                found = {
-                    column.key: np.zeros((length, *column.shape), column.dtype)
-                    for column in self.columns
-                }
-            yield {key: found[key] for key in keys}
+        yield from episode_blocks(self, kept, keys, self._rows, self._judge)
 
     def _rows(self, position: int) -> dict[Key, Array]:
         table, length = self._table(position), int(self._lengths[position])

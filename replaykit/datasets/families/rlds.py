@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -33,6 +34,7 @@ from replaykit.datasets.engine.table_sources import (
     TableEpisodes,
     TableLayout,
     TableSource,
+    episode_blocks,
 )
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
@@ -340,17 +342,8 @@ class _RldsTable:
     ) -> Iterator[Mapping[Key, Array]]:
         self.texts = {}
         wanted = {key[1:] if key[:2] == ("next", "observation") else key for key in keys}
-        for position in np.flatnonzero(kept).tolist():
-            try:
-                found = self._rows(position, wanted)
-            except CorpusError as error:
-                self._judge.condemn(position, error)
-                count = int(self.episodes.lengths[position])
-                found = {
-                    column.key: np.zeros((count, *column.shape), column.dtype)
-                    for column in self.columns
-                }
-            yield {key: found[key] for key in keys}
+        rows = partial(self._rows, wanted=wanted)
+        yield from episode_blocks(self, kept, keys, rows, self._judge)
         self.facts["texts"] = {name: list(numbers) for name, numbers in self.texts.items()}
 
     def _rows(self, position: int, wanted: set[Key]) -> dict[Key, Array]:

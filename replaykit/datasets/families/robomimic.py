@@ -29,9 +29,15 @@ from replaykit.datasets.engine.fields import (
     Preceded,
 )
 from replaykit.datasets.engine.h5 import H5File
-from replaykit.datasets.engine.layout import Counters, Layout, SourceFacts, SourceWindow
+from replaykit.datasets.engine.layout import (
+    Counters,
+    Layout,
+    Sidecar,
+    SourceFacts,
+    SourceWindow,
+    read_sidecar,
+)
 from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.families.minari import Sidecar, read_sidecar
 from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.remote_sources import HubFiles, WebFiles
 
