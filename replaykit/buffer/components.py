@@ -270,8 +270,7 @@ def exchange_storage(
     """Replace the storage; return the previous one."""
     check_type("storage", storage, Storage)
     refuse_exchange(buffer, "storage")
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
+    check_collate_fn(collate_fn)
     with both_locked(buffer, storage) as previous:
         if buffer._rate_limiter is not None:
             buffer._rate_limiter.check_capacity(storage.max_size)
@@ -618,10 +617,8 @@ def check_kinds(
         raise TypeError(
             f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
         )
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+    check_collate_fn(collate_fn)
+    check_generator(generator)
     for name, given, kind in (
         ("storage", storage, Storage),
         ("sampler", sampler, Sampler),
@@ -656,3 +653,15 @@ def checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
 def check_type(name: str, given: object, kind: type) -> None:
     if not isinstance(given, kind):
         raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")
+
+
+def check_generator(generator: object) -> None:
+    """Raise TypeError unless the argument is a torch generator or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+
+
+def check_collate_fn(collate_fn: object) -> None:
+    """Raise TypeError unless the argument is a function or None."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")

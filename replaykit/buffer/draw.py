@@ -49,6 +49,15 @@ def size_of(buffer: ReplayBuffer, batch_size: int | None) -> int:
     return buffer._batch_size
 
 
+def check_iterable(batch_size: int | None) -> None:
+    """Raise RuntimeError if a buffer without a batch size is to yield batches."""
+    if batch_size is None:
+        raise RuntimeError(
+            "Cannot iterate over the replay buffer. Batch_size was not specified during "
+            "construction; give the buffer a batch_size"
+        )
+
+
 def checked_batch_size(batch_size: object) -> int:
     """Return a batch size; ValueError if it is not an int of at least 1."""
     number = int(batch_size) if isinstance(batch_size, np.integer) else batch_size

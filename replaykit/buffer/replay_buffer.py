@@ -31,9 +31,9 @@ from replaykit.buffer.components import (
     SamplerT,
     StorageT,
     WriterT,
+    check_generator,
     check_kinds,
     check_not_ahead,
-    check_type,
     checked_limiter,
     checked_prefetch,
     consuming_sampler,
@@ -395,17 +395,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
     def sample(
         self,
         batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None,
-        return_info: Literal[True],
+        return_info: Literal[True] = ...,
         include_info: bool | None = None,
         *,
         timeout: float | None = None,
@@ -495,11 +485,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         Raises:
             RuntimeError: the buffer has no batch size.
         """
-        if self._batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the buffer a batch_size"
-            )
+        draw.check_iterable(self._batch_size)
         return deliver.batches_of(self)
 
     def next(self) -> DataT | None:
@@ -516,11 +502,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.next(), rb.next(), rb.next()
             (tensor([0, 1]), tensor([2]), None)
         """
-        if self._batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the buffer a batch_size"
-            )
+        draw.check_iterable(self._batch_size)
         if self._pass_ended or deliver.is_used_up(self):
             self._pass_ended = False
             return None
@@ -1282,8 +1264,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Replace the random generator; None for torch's global generator."""
-        if generator is not None:
-            check_type("generator", generator, torch.Generator)
+        check_generator(generator)
         with self._locked():
             draw.rewind(self)
             self._generator = generator

@@ -17,7 +17,7 @@ from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import StreamLoading
-from replaykit.buffer.draw import checked_batch_size
+from replaykit.buffer.draw import check_iterable, checked_batch_size
 from replaykit.buffer.source import BufferHandle, Later, MemberFacts, RemoteRequest
 from replaykit.distributed.host import (
     check_loader,
@@ -82,16 +82,7 @@ class Handle(StreamLoading[DataT], BufferHandle):
     def sample(
         self,
         batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        timeout: float | None = None,
-    ) -> tuple[DataT, dict[Any, Any]]: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None,
-        return_info: Literal[True],
+        return_info: Literal[True] = ...,
         include_info: bool | None = None,
         *,
         timeout: float | None = None,
@@ -154,11 +145,7 @@ class Handle(StreamLoading[DataT], BufferHandle):
         Raises:
             RuntimeError: the buffer has no batch size.
         """
-        if self.batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the buffer a batch_size"
-            )
+        check_iterable(self.batch_size)
         return iter(self.next, None)
 
     def _size_of(self, batch_size: int | None) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from replaykit.buffer.components import DataT, checked_limiter
+from replaykit.buffer.components import DataT, check_generator, checked_limiter
 from replaykit.buffer.draw import checked_batch_size
 from replaykit.distributed.handle import checked_count
 from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss
 from replaykit.distributed.shard_config import ShardRecipe, law_of
-from replaykit.distributed.sharded_client import ClientSettings, ShardedClient, check_generator
+from replaykit.distributed.sharded_client import ClientSettings, ShardedClient
 from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import checked_keywords

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from replaykit.buffer.components import DataT
+from replaykit.buffer.components import DataT, check_generator
 from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
@@ -978,9 +978,3 @@ def _filled(count: int, pending: Pending, timeout: float | None) -> DrawnRows:
             "of a batch; use strict ones, or pad_output=True"
         )
     return piece
-
-
-def check_generator(generator: object) -> None:
-    """Raise TypeError unless the argument is a generator or None."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"expected generator as a torch.Generator, got {generator!r}")

@@ -15,10 +15,15 @@ from typing_extensions import Self
 from replaykit._compat import TensorDict, is_tensordict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.buffer_dataset import check_loaded, check_workers, for_readers
-from replaykit.buffer.components import DataT, as_chain, check_type, checked_prefetch
+from replaykit.buffer.components import (
+    DataT,
+    as_chain,
+    check_generator,
+    checked_prefetch,
+)
 from replaykit.buffer.dataloader import StreamLoading
 from replaykit.buffer.deliver import should_merge
-from replaykit.buffer.draw import checked_batch_size
+from replaykit.buffer.draw import check_iterable, checked_batch_size
 from replaykit.buffer.source import (
     BufferHandle,
     BufferSource,
@@ -195,8 +200,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             _check_shared(members)
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are both given; expected one")
-        if generator is not None:
-            check_type("generator", generator, torch.Generator)
+        check_generator(generator)
         self._shared = bool(shared)
         batch_size = None if batch_size is None else checked_batch_size(batch_size)
         self._mixture = Mixture(
@@ -346,16 +350,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
     def sample(
         self,
         batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        timeout: float | None = None,
-    ) -> tuple[DataT, TensorDict]: ...
-    @overload
-    def sample(
-        self,
-        batch_size: int | None,
-        return_info: Literal[True],
+        return_info: Literal[True] = ...,
         include_info: bool | None = None,
         *,
         timeout: float | None = None,
@@ -450,7 +445,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
         Raises:
             RuntimeError: the ensemble has no batch size.
         """
-        self._check_iterable()
+        check_iterable(self.batch_size)
         return self._batches()
 
     def _batches(self) -> Iterator[DataT]:
@@ -460,19 +455,12 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             ran_out = draw.ran_out
             yield data
 
-    def _check_iterable(self) -> None:
-        if self.batch_size is None:
-            raise RuntimeError(
-                "Cannot iterate over the replay buffer. Batch_size was not specified during "
-                "construction; give the ensemble a batch_size"
-            )
-
     def next(self) -> DataT | None:
         """Return the next batch of the ensemble's own iteration, or None at its end.
 
         The call after None starts the next iteration.
         """
-        self._check_iterable()
+        check_iterable(self.batch_size)
         if self._pass_ended:
             self._pass_ended = False
             return None
@@ -494,8 +482,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             generator: the new generator. With None, torch's global generator chooses members, and
                 each member draws with its own generator.
         """
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+        check_generator(generator)
         with self._mixture.lock:
             self._mixture.rewind()
             self._mixture.generator = generator

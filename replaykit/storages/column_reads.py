@@ -30,9 +30,16 @@ from replaykit.storages.storage import Storage
 from replaykit.structure import Path, build
 from replaykit.ted import format_key, unravel
 
+AnyColumns = Columns | DedupColumns
+"""Dense columns, or columns that store each next observation once."""
 
-class SequencedStorage(Storage):
-    """A storage whose episode indexes follow every commit.
+_BYTES_AT_ONCE = 1 << 18
+"""Bytes of the largest batch that the caller's thread reads, in 60 us. With a thread of the core, a
+loop with batches of 180 kB is a fifth slower. A loop with batches of 360 kB is hardly faster."""
+
+
+class ColumnReads(Storage):
+    """The half of ``ColumnStorage`` that reads rows, and whose episode indexes follow commits.
 
     Args:
         lane_key: the column that names the stream of a row; see LazyTensorStorage.
@@ -44,7 +51,7 @@ class SequencedStorage(Storage):
         ValueError: ``lane_key`` is given with ``ndim > 1``.
     """
 
-    def __init__(self, max_size: int, *, ndim: int, lane_key: Any) -> None:
+    def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
         super().__init__(max_size, ndim=ndim)
         self.lane_key: Path | None = None if lane_key is None else unravel(lane_key)
         if self.lane_key is not None and ndim > 1:
@@ -55,6 +62,12 @@ class SequencedStorage(Storage):
         self.indexes = EpisodeIndexes(cast(Any, self))
         # The taken rows of a queue in the memory of this process; see ``taken_rows``.
         self.taken_table: Any = None
+        self._device = device if device == "auto" else as_device(device)
+        self._columns: AnyColumns | None = None
+        self._matcher: Matcher | None = None
+        self._at_cursor = False
+
+    # -- episodes -----------------------------------------------------------------------------
 
     def _check_lane_key(self, leaves: Collection[Path]) -> None:
         if self.lane_key is not None and self.lane_key not in leaves:
@@ -130,25 +143,6 @@ class SequencedStorage(Storage):
         self, state: dict[str, Any] | None, old: Ledger, rows: torch.Tensor | None
     ) -> None:
         self.indexes.restore(state, old, rows)
-
-
-AnyColumns = Columns | DedupColumns
-"""Dense columns, or columns that store each next observation once."""
-
-_BYTES_AT_ONCE = 1 << 18
-"""Bytes of the largest batch that the caller's thread reads, in 60 us. With a thread of the core, a
-loop with batches of 180 kB is a fifth slower. A loop with batches of 360 kB is hardly faster."""
-
-
-class ColumnReads(SequencedStorage):
-    """The half of ``ColumnStorage`` that reads rows and changes nothing."""
-
-    def __init__(self, max_size: int, *, device: Any, ndim: int, lane_key: Any = None) -> None:
-        super().__init__(max_size, ndim=ndim, lane_key=lane_key)
-        self._device = device if device == "auto" else as_device(device)
-        self._columns: AnyColumns | None = None
-        self._matcher: Matcher | None = None
-        self._at_cursor = False
 
     # -- description --------------------------------------------------------------------------
 
