@@ -13,7 +13,6 @@ from replaykit._compat import (
     LazyStackedTensorDict,
     arange,
     as_tensor,
-    clone,
     dtype_name,
     is_tensordict,
 )
@@ -25,7 +24,7 @@ from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, ravel, unravel_index
 from replaykit.storages.memory import carried
-from replaykit.structure import Leaf, Path, flatten, map_leaves
+from replaykit.structure import Leaf, Path, flatten, map_leaves, map_tensors
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, Key, format_key, unravel
 from replaykit.writers import Writer
 
@@ -115,18 +114,6 @@ def _count(data: Any) -> int:
     return len(data)
 
 
-def _own(rows: Any) -> Any:
-    """Return a copy for a transform to edit; only tensors are copied."""
-    if isinstance(rows, torch.Tensor) or is_tensordict(rows) or is_tensorclass(rows):
-        return clone(rows)
-    if isinstance(rows, dict):
-        return {key: _own(value) for key, value in rows.items()}
-    if isinstance(rows, (list, tuple)):
-        items = [_own(value) for value in rows]
-        return type(rows)(*items) if hasattr(rows, "_fields") else type(rows)(items)
-    return rows
-
-
 def cells_at(buffer: ReplayBuffer, index: Any, storage: Storage) -> torch.Tensor:
     """Return the ``index`` of the rows that an index selects, in their shape.
 
@@ -162,7 +149,7 @@ def rows_at(buffer: ReplayBuffer, index: Any, cells: list[torch.Tensor]) -> Any:
         rows = collate(rows)
     if not len(buffer._chain):
         return rows
-    rows = _own(rows)
+    rows = map_tensors(rows, torch.clone)
     if cells and is_tensordict(rows):
         rows = with_index(rows, cells[0], storage)
     if prepared is None:

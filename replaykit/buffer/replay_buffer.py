@@ -658,10 +658,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.flush()
             tensor([], dtype=torch.int64)
         """
-        index = write.flush_rows(self)
-        if self._observers is not None:
-            self._observers.after_write(self)
-        return index
+        return self._observed(write.flush_rows(self))
 
     def empty(self, empty_write_count: bool = True, *, lane: Any = None) -> None:
         """Remove all rows, including rows that transforms hold back.
@@ -690,8 +687,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             write.empty_rows(self, empty_write_count)
         else:
             stream_rows.remove_stream_rows(self, None, lane, "empty(lane=)")
-        if self._observers is not None:
-            self._observers.after_write(self)
+        self._observed(None)
 
     def _observed(self, result: Any) -> Any:
         """Call the functions for events after rows were removed; return the result."""
@@ -1001,11 +997,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> rb.set_("x", torch.tensor([1.0, 2.0]))["x"]
             tensor([1., 2.])
         """
-        with self._locked() as storage:
-            edit.columns_of(self).edit_columns(
-                {unravel(key): value}, time_dim=edit.layout_of(self, storage)
-            )
-        return self
+        return self.set_at_(key, value, None)
 
     def set_at_(self, key: Any, value: torch.Tensor, index: Any) -> Self:
         """Replace some rows of a column; return the buffer. Transforms do not apply.
@@ -1590,8 +1582,7 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
             if type(storage).cut is not Storage.cut:
                 write.flush_rows(self)
             self._writer.cut(lane)
-        if self._observers is not None:
-            self._observers.after_write(self)
+        self._observed(None)
 
     def tag(self, index: Any, values: Mapping[str, Any], *, generation: Any = None) -> int:
         """Set tags of the episodes of rows, such as a task, a source or a success.

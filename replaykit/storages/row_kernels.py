@@ -94,13 +94,7 @@ class NativeRows:
         self._some: dict[tuple[Path, ...], tuple[Any, list[int]]] = {}
         self._plans: dict[int, tuple[StepsPlan, StepsAhead | None]] = {}
         self._models: dict[tuple[Path, ...], list[torch.Tensor]] = {}
-        self._leaves = native.Table(
-            [tensor.data_ptr() for tensor in tensors.values()],
-            [strides[path] for path in tensors],
-            [sizes[path] for path in tensors],
-            self.elements,
-        )
-        self.leaf_sizes = [sizes[path] for path in tensors]
+        self._leaves, self.leaf_sizes = self.table(tuple(tensors))
         bases, steps, widths, self._batch_strides = [], [], [], []
         self._block_offsets: list[int] = []
         if self.batch_layout is not None:
@@ -109,11 +103,11 @@ class NativeRows:
                 bases, steps, widths = [self._records.data_ptr()], [stride], [stride]
                 self._block_offsets = [0]
             else:
-                for path, offset in self.batch_layout.offsets.items():
-                    bases.append(tensors[path].data_ptr())
-                    steps.append(strides[path])
-                    widths.append(sizes[path])
-                    self._block_offsets.append(offset)
+                offsets = self.batch_layout.offsets
+                bases = [tensors[path].data_ptr() for path in offsets]
+                steps = [strides[path] for path in offsets]
+                widths = [sizes[path] for path in offsets]
+                self._block_offsets = [*offsets.values()]
             self._batch_strides = [stride] * len(bases)
         self._small = native.Table(bases, steps, widths, self.elements)
         self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}

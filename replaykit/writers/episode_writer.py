@@ -61,6 +61,9 @@ class Evictor(ABC):
             draw: a function of a count, which returns random numbers in [0, 1), float64.
         """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
 
 class Fifo(Evictor):
     """Removes the episode first that was written first.
@@ -73,9 +76,6 @@ class Fifo(Evictor):
 
     def order(self, episodes: EpisodeData, draw: Any) -> Array:
         return np.argsort(episodes.id)
-
-    def __repr__(self) -> str:
-        return "Fifo()"
 
 
 class Uniform(Evictor):
@@ -94,9 +94,6 @@ class Uniform(Evictor):
         # The order of the keys has the distribution (Efraimidis and Spirakis, 2006).
         return np.argsort(-np.log1p(-draw(len(episodes))) / episodes.length, kind="stable")
 
-    def __repr__(self) -> str:
-        return "Uniform()"
-
 
 class MostSampled(Evictor):
     """Removes the episode first from which samplers have drawn most windows.
@@ -111,9 +108,6 @@ class MostSampled(Evictor):
 
     def order(self, episodes: EpisodeData, draw: Any) -> Array:
         return np.lexsort((episodes.id, -episodes.draws))
-
-    def __repr__(self) -> str:
-        return "MostSampled()"
 
 
 class Oldest(Evictor):
@@ -155,9 +149,6 @@ class LowestPriority(Evictor):
 
     def order(self, episodes: EpisodeData, draw: Any) -> Array:
         return np.lexsort((episodes.id, episodes.priority))
-
-    def __repr__(self) -> str:
-        return "LowestPriority()"
 
 
 class ByNumber(Evictor):
