@@ -208,7 +208,10 @@ class _Store:
                         what += ", because it can run code of the file"
                     raise where.error(what, "V03")
                 _register_images(codec)
-            return self._group[name]
+            found = self._group[name]
+            if not isinstance(found, zarr_module().Array):
+                raise ValueError("is a group")
+            return found
 
     def _description(self, name: str) -> Any:
         for file in (".zarray", "zarr.json"):

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from replaykit.datasets import convert
 from replaykit.errors import CorpusError
+
+COUNTS = pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.long)])
 
 
 def refusals(
@@ -25,8 +28,10 @@ def refusals(
 ) -> int:
     """Convert damaged copies of a source, and return how many were refused.
 
-    A bit is flipped, or bytes are removed or repeated, in one file that matches a name. An error
-    must name the copy and a rule. Otherwise ``check`` gets the data set and the name of the file.
+    One file that matches a name is damaged: a flipped bit, bytes that are removed, repeated, zeros
+    or missing at the end, and in folders also a missing file, or one with another's content. An
+    error must name the copy and a rule. Otherwise ``check`` gets the data set and the name of the
+    file.
     """
     random, errors = np.random.default_rng(7), 0
     for number in range(count):
@@ -37,16 +42,25 @@ def refusals(
         else:
             shutil.copytree(source, copy)
             files = sorted({f for name in names for f in copy.rglob(name) if f.is_file()})
-        file = files[number // 3 % len(files)]
+        file, other = (files[at] for at in random.integers(len(files), size=2))
         content = bytearray(file.read_bytes())
         at, size = int(random.integers(len(content))), int(random.integers(1, 9))
-        if number % 3 == 0:
+        kind = number % (5 if source.is_file() else 7)
+        if kind == 0:
             content[at] ^= 1 << size - 1
-        elif number % 3 == 1:
+        elif kind == 1:
             del content[at : at + size]
-        else:
+        elif kind == 2:
             content[at:at] = content[at : at + size]
+        elif kind == 3:
+            content[at : at + size] = bytes(len(content[at : at + size]))
+        elif kind == 4:
+            del content[at:]
+        elif kind == 5:
+            content = bytearray(other.read_bytes())
         file.write_bytes(content)
+        if kind == 6:
+            file.unlink()
         found: Any
         try:
             with warnings.catch_warnings():
@@ -60,4 +74,6 @@ def refusals(
             assert "[V" in str(found), found
         else:
             check(found, file.name)
+        for made in (copy, folder / "data"):
+            shutil.rmtree(made, ignore_errors=True)
     return errors

@@ -18,7 +18,7 @@ from replaykit.datasets import Policies, RldsExperienceReplay, convert, load_dat
 from replaykit.datasets.families import RLDS
 from replaykit.datasets.families.rlds import Example
 from replaykit.errors import CorpusError
-from tests.datasets.families.mutations import refusals
+from tests.datasets.families.mutations import COUNTS, refusals
 
 STEPS = (6, 2, 9, 1)
 CLASS = "tensorflow_datasets.core.features."
@@ -423,12 +423,20 @@ def test_bad_episodes_can_be_left_out(tmp_path):
     assert data.episode_table["episode"].tolist() == [1, 0]
 
 
-def test_damaged_bytes_give_an_error_or_the_right_values(tmp_path):
+@COUNTS
+def test_damaged_bytes_give_an_error_or_the_right_values(count, tmp_path):
     episodes = write(tmp_path / "arm")
 
     def right(data: Any, name: str) -> None:
-        keys = data.published.columns
-        kept = [{k: v for k, v in values.items() if k in keys} for values in episodes[:3]]
-        check(data, kept, data.published.manifest.report["about"]["texts"])
+        keys, report = data.published.columns, data.published.manifest.report
+        lengths = data.episode_table["length"].tolist()
+        made = [episodes[at] for at, steps in enumerate(STEPS) if steps - 1 in lengths]
+        # A missing shard, and another shard in its place, are reported.
+        said = [*report["duplicates"], *report["skipped"][1:], *report["warnings"]]
+        assert len(data) == 14 or said
+        if report["duplicates"]:
+            return
+        kept = [{k: v for k, v in values.items() if k in keys} for values in made]
+        check(data, kept, report["about"]["texts"])
 
-    assert refusals(tmp_path / "arm", RLDS, tmp_path, right) > 30
+    assert refusals(tmp_path / "arm", RLDS, tmp_path, right, count=count) > count // 2

@@ -14,7 +14,7 @@ import pytest
 from replaykit.datasets import Policies, ZarrExperienceReplay, convert, load_dataset
 from replaykit.datasets.families import ZARR
 from replaykit.errors import CorpusError
-from tests.datasets.families.mutations import refusals
+from tests.datasets.families.mutations import COUNTS, refusals
 
 zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 numcodecs = pytest.importorskip("numcodecs")
@@ -52,9 +52,13 @@ def check(data: Any, arrays: dict[str, Any], kept: Any = slice(None)) -> None:
     """Compare every item of every row."""
     rows = data[:]
     for name, values in arrays.items():
-        key = ("action",) if name == "action" else ("observation", *name.split("/"))
-        assert rows[key].numpy().dtype == values.dtype
-        assert np.array_equal(rows[key].numpy(), values[kept]), name
+        found = rows[key_of(name)].numpy()
+        assert found.dtype == values.dtype
+        assert np.array_equal(found, values[kept]), name
+
+
+def key_of(name: str) -> tuple[str, ...]:
+    return ("action",) if name == "action" else ("observation", *name.split("/"))
 
 
 @pytest.mark.parametrize("name", ["a.zarr", "a.zarr.zip"])
@@ -312,11 +316,20 @@ def test_bad_episodes_can_be_left_out(tmp_path):
     check(data, arrays)
 
 
-@pytest.mark.parametrize("name", ["a.zarr.zip", "a.zarr"])
-def test_damaged_bytes_give_an_error_or_the_right_values(name, tmp_path):
-    """Members of a ZIP file have checksums. Of a folder, only the metadata is damaged."""
-    arrays = write(tmp_path / name)
-    found = refusals(
-        tmp_path / name, ZARR, tmp_path, lambda data, _: check(data, arrays), names=(".z*",)
-    )
-    assert found > 20
+@COUNTS
+@pytest.mark.parametrize("name", ["a.zarr.zip", "a.zarr", "shards"])
+def test_damaged_bytes_give_an_error_or_the_right_values(name, count, tmp_path):
+    """Members of a ZIP file have checksums, and so have shards. Others are not damaged."""
+    options: dict[str, Any] = {}
+    if name == "shards":
+        codec = zarr.codecs.ZstdCodec(checksum=True)
+        options = {"form": 3, "state": {"chunks": (2, 5), "shards": (6, 5), "compressors": codec}}
+    arrays = write(tmp_path / name, **options)
+
+    def right(data: Any, _: str) -> None:
+        keys = data.published.columns
+        check(data, {name: arrays[name] for name in arrays if key_of(name) in keys})
+
+    names = (".z*", "zarr.json", "data/state/c/*/*")
+    found = refusals(tmp_path / name, ZARR, tmp_path, right, names=names, count=count)
+    assert found > count // 3
