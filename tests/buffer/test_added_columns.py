@@ -24,6 +24,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 CAPACITY = 12
 
@@ -190,8 +191,7 @@ def test_rows_written_without_the_added_column_hold_zeros(kind: str, tmp_path: P
     buffer[11] = _rows(92, 1)[0]
     assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
     assert buffer["id"].tolist()[8:] == [90, 91, 10, 92]
-    with pytest.raises(SchemaError, match="advantage"):
-        buffer.extend(whole.set("advantage", torch.zeros(2)))
+    refuses(SchemaError, "advantage", buffer.extend, whole.set("advantage", torch.zeros(2)))
     buffer.empty()
     buffer.extend(_rows(0, 2))
     assert not buffer["advantage"].any()
@@ -460,8 +460,7 @@ class Step:
 def _unchanged(buffer: ReplayBuffer, error: Any, match: str, call: Callable[[], None]) -> None:
     before = buffer[:].clone()
     keys = set(before.keys(True, True))
-    with pytest.raises(error, match=match):
-        call()
+    refuses(error, match, call)
     assert set(buffer[:].keys(True, True)) == keys
     assert bool((buffer[:] == before).all())
 

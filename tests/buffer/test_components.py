@@ -26,6 +26,7 @@ from replaykit import (
     TensorStorage,
 )
 from tests.buffer.building import buffer_of, check_whole, in_threads, rows, storage_of, unchanged
+from tests.support.refusals import refuses
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -108,8 +109,7 @@ def test_set_storage_resets_the_collate_function():
     buffer.set_storage(ListStorage(5), collate_fn=sum)
     buffer.extend([1, 1])
     assert buffer.sample(4) == 4
-    with pytest.raises(TypeError, match="collate_fn"):
-        buffer.set_storage(ListStorage(5), collate_fn=3)
+    refuses(TypeError, "collate_fn", buffer.set_storage, ListStorage(5), collate_fn=3)
 
 
 def test_set_storage_keeps_the_generator():
@@ -173,8 +173,7 @@ def test_a_storage_that_the_sampler_refuses_is_not_taken():
     buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
     buffer.extend(rows(3))
     before = list(sampler.told)
-    with pytest.raises(ValueError, match="no room"):
-        buffer.set_storage(LazyTensorStorage(99))
+    refuses(ValueError, "no room", buffer.set_storage, LazyTensorStorage(99))
     assert sampler.told == before
     assert buffer.extend(rows(1, 3)).tolist() == [3]
     assert len(buffer) == 4
@@ -303,10 +302,8 @@ def test_transforms_are_inserted_at_the_given_position():
     assert buffer[:].tolist() == [(1 * 10 - 5) + 1]
     assert isinstance(buffer.transform, Compose)
     assert len(buffer.transform) == 3
-    with pytest.raises(IndexError, match="position"):
-        buffer.insert_transform(5, torch.neg)
-    with pytest.raises(RuntimeError, match="transform"):
-        buffer.append_transform("not a transform")
+    refuses(IndexError, "position", buffer.insert_transform, 5, torch.neg)
+    refuses(RuntimeError, "transform", buffer.append_transform, "not a transform")
     assert len(buffer.transform) == 3
 
 

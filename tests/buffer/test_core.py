@@ -27,6 +27,7 @@ from replaykit import (
     Transition,
 )
 from tests.buffer.building import buffer_of, rows, same
+from tests.support.refusals import refuses
 
 
 @pytest.mark.pitfall("IF6")
@@ -57,10 +58,8 @@ def test_buffer_without_arguments_has_the_default_components():
 @pytest.mark.parametrize("name", ["storage", "sampler", "writer"])
 def test_a_component_of_the_wrong_kind_is_named(name: str):
     kind = name.capitalize()
-    with pytest.raises(TypeError, match=f"{name} must be either a {kind} .*got int"):
-        ReplayBuffer(**{name: 5})
-    with pytest.raises(TypeError, match=f"callable that returns a {kind}"):
-        ReplayBuffer(**{name: lambda: 5})
+    refuses(TypeError, f"{name} must be either a {kind} .*got int", ReplayBuffer, **{name: 5})
+    refuses(TypeError, f"callable that returns a {kind}", ReplayBuffer, **{name: lambda: 5})
 
 
 @pytest.mark.parametrize(
@@ -93,10 +92,8 @@ def test_a_component_of_the_wrong_kind_is_named(name: str):
     ],
 )
 def test_a_bad_argument_is_refused_by_name(keywords: dict[str, Any], error: type, match: str):
-    with pytest.raises(error, match=match):
-        ReplayBuffer(**keywords)
-    with pytest.raises(error, match=match):
-        TensorDictReplayBuffer(**keywords)
+    refuses(error, match, ReplayBuffer, **keywords)
+    refuses(error, match, TensorDictReplayBuffer, **keywords)
 
 
 @pytest.mark.pitfall("IF10")
@@ -133,8 +130,7 @@ def test_a_list_is_rows_and_a_tuple_is_a_pytree():
     objects.add((1, "a"))
     assert objects.extend([(2, "b"), (3, "c")]).tolist() == [1, 2]
     assert objects[:] == [(1, "a"), (2, "b"), (3, "c")]
-    with pytest.raises(TypeError, match=r"list, tuple.*add"):
-        objects.extend(7)
+    refuses(TypeError, r"list, tuple.*add", objects.extend, 7)
 
 
 @pytest.mark.pitfall("IF10")

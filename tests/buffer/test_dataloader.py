@@ -29,6 +29,7 @@ from replaykit import (
 )
 from tests.buffer.building import same
 from tests.buffer.workers import WORKER_MARKS
+from tests.support.refusals import refuses
 
 pytestmark = WORKER_MARKS
 
@@ -170,8 +171,7 @@ def test_a_stream_without_steps_has_no_end() -> None:
     rb = filled()
     loader = rb.dataloader()
     assert len(list(itertools.islice(loader, 60))) == 60
-    with pytest.raises(TypeError, match="is not known in advance"):
-        len(loader)
+    refuses(TypeError, "is not known in advance", len, loader)
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -278,8 +278,7 @@ def test_workers_that_persist_go_from_epoch_to_epoch() -> None:
     assert [ids(loader) for _ in range(3)] == [ids(once) for _ in range(3)]
     assert len(multiprocessing.active_children()) == 2
     rb.extend(rows(3))
-    with pytest.raises(RuntimeError, match="no writes during an iteration, got 3 rows written"):
-        list(loader)
+    refuses(RuntimeError, "no writes during an iteration, got 3 rows written", list, loader)
 
 
 def test_the_state_of_other_batches_is_refused() -> None:
@@ -295,8 +294,7 @@ def test_the_state_of_other_batches_is_refused() -> None:
     }
     for options in others.values():
         other = rb.dataloader(**{"steps": 5, **options})
-        with pytest.raises(ValueError, match="expected the state of a loader with"):
-            other.load_state_dict(state)
+        refuses(ValueError, "expected the state of a loader with", other.load_state_dict, state)
         assert (other.epoch, other.step) == (0, 0)
     with pytest.raises(ValueError, match="expected the state of a loader"):
         loader.load_state_dict({**state, "step": -1})
@@ -315,8 +313,7 @@ def test_an_error_of_a_transform_reaches_the_loop(workers: int) -> None:
     rb = filled(SamplerWithoutReplacement(shuffle=False), transform=fails)
     loader = iter(rb.dataloader(workers=workers))
     found = ids(itertools.islice(loader, 2))
-    with pytest.raises(ArithmeticError, match="row 17"):
-        next(loader)
+    refuses(ArithmeticError, "row 17", next, loader)
     assert found == [list(range(6)), list(range(6, 12))]
 
 
@@ -329,8 +326,7 @@ def test_writes_while_workers_read_raise_an_error() -> None:
         loader = iter(rb.dataloader(workers=1))
         next(loader)
         change(rb)
-        with pytest.raises(RuntimeError, match="no writes while worker processes read the buffer"):
-            next(loader)
+        refuses(RuntimeError, "no writes while worker processes read the buffer", next, loader)
 
 
 def test_writes_during_a_pass_raise_an_error() -> None:
@@ -338,8 +334,7 @@ def test_writes_during_a_pass_raise_an_error() -> None:
     loader = iter(rb.dataloader())
     next(loader)
     rb.extend(rows(2))
-    with pytest.raises(RuntimeError, match="got 2 rows written"):
-        next(loader)
+    refuses(RuntimeError, "got 2 rows written", next, loader)
 
 
 def test_second_iteration_ends_the_first() -> None:
@@ -347,8 +342,7 @@ def test_second_iteration_ends_the_first() -> None:
     first = iter(loader)
     next(first)
     second = iter(loader)
-    with pytest.raises(RuntimeError, match="another one has begun"):
-        next(first)
+    refuses(RuntimeError, "another one has begun", next, first)
     next(second)
     assert (loader.epoch, loader.step) == (1, 1)
 
@@ -400,5 +394,4 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 def test_invalid_arguments_of_dataloader_are_named(
     error: type[Exception], match: str, call: Callable[[], Any]
 ) -> None:
-    with pytest.raises(error, match=match):
-        call()
+    refuses(error, match, call)

@@ -25,6 +25,7 @@ from replaykit import (
 )
 from replaykit.buffer.buffer_dataset import Parcel
 from tests.buffer.workers import WORKER_MARKS
+from tests.support.refusals import refuses
 
 pytestmark = WORKER_MARKS
 
@@ -101,8 +102,7 @@ def test_pass_over_a_written_shared_buffer_is_refused() -> None:
     loader = iter(rb.dataloader(workers=1, prefetch_factor=1))
     next(loader)
     rb.extend(rows(1))
-    with pytest.raises(RuntimeError, match="got 1 rows written"):
-        list(loader)
+    refuses(RuntimeError, "got 1 rows written", list, loader)
 
 
 def test_spawned_workers_refuse_priorities_of_one_process(tmp_path: Path) -> None:
@@ -111,8 +111,7 @@ def test_spawned_workers_refuse_priorities_of_one_process(tmp_path: Path) -> Non
     )
     rb.extend(rows())
     loader = rb.dataloader(workers=1, multiprocessing_context="spawn")
-    with pytest.raises(RuntimeError, match="PrioritizedSampler cannot be handed to a spawned"):
-        iter(loader)
+    refuses(RuntimeError, "PrioritizedSampler cannot be handed to a spawned", iter, loader)
     for child in multiprocessing.active_children():
         child.join(30)
     assert not multiprocessing.active_children()

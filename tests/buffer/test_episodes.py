@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import StaleAddress
+from tests.support.refusals import refuses
 
 
 @dataclass
@@ -208,8 +209,7 @@ def test_snapshot_reads_its_rows_or_reports_them_overwritten() -> None:
         lambda: old.returns,
         old.rows,
     ):
-        with pytest.raises(StaleAddress, match="overwritten"):
-            read()
+        refuses(StaleAddress, "overwritten", read)
     assert (first.length, first.reason) == (3, EndReason.TERMINATED)
     assert old.lengths.tolist() == [3, 2, 1]
     assert second.rows()["id"].tolist() == [3, 4]
@@ -291,12 +291,9 @@ def test_rows_that_are_not_stored_are_refused(wrong: list[int]) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(flags(0, 0, 1))
     for ask in ("id", "begin", "end", "step", "steps_to_end", "reason", "head", "position", "of"):
-        with pytest.raises(IndexError, match=r"\[0, 3\)"):
-            getattr(buffer.episodes, ask)(torch.tensor(wrong))
-        with pytest.raises(TypeError, match="integers"):
-            getattr(buffer.episodes, ask)(torch.tensor([0.0]))
-        with pytest.raises(IndexError, match="shape"):
-            getattr(buffer.episodes, ask)(torch.tensor([[0, 1]]))
+        refuses(IndexError, r"\[0, 3\)", getattr(buffer.episodes, ask), torch.tensor(wrong))
+        refuses(TypeError, "integers", getattr(buffer.episodes, ask), torch.tensor([0.0]))
+        refuses(IndexError, "shape", getattr(buffer.episodes, ask), torch.tensor([[0, 1]]))
 
 
 def test_rewards_of_several_numbers_are_summed_each() -> None:
@@ -345,14 +342,12 @@ def test_buffer_without_rows_has_no_episodes() -> None:
 def test_content_without_episodes_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="ListStorage does not know"):
         _ = ReplayBuffer(storage=ListStorage(8)).episodes
-    with pytest.raises(RuntimeError, match="ListStorage does not know"):
-        ReplayBuffer(storage=ListStorage(8)).cut()
+    refuses(RuntimeError, "ListStorage does not know", ReplayBuffer(storage=ListStorage(8)).cut)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(torch.zeros(3))
     with pytest.raises(RuntimeError, match="tensors"):
         _ = buffer.episodes
-    with pytest.raises(IndexError, match="lanes"):
-        buffer.cut(1)
+    refuses(IndexError, "lanes", buffer.cut, 1)
 
 
 def test_episodes_read_stored_rows_without_transforms(tmp_path: Any) -> None:

@@ -29,6 +29,7 @@ from replaykit import (
     wait_ready,
 )
 from replaykit.errors import Closed, SchemaError
+from tests.support.refusals import refuses
 
 KINDS = ("write", "episode_end", "evict", "sample")
 
@@ -184,12 +185,10 @@ def test_rows_without_flags_have_no_ends(storage: Any) -> None:
 
 def test_invalid_functions_are_refused() -> None:
     rb = ReplayBuffer()
-    with pytest.raises(ValueError, match="'episode_end'"):
-        rb.on("add", print)
+    refuses(ValueError, "'episode_end'", rb.on, "add", print)
     with pytest.raises(TypeError, match="a function"):
         rb.on("write", 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="state_dict"):
-        rb.on("write", print, state=3)
+    refuses(TypeError, "state_dict", rb.on, "write", print, state=3)
 
 
 # -- metrics --------------------------------------------------------------------------------------
@@ -249,8 +248,7 @@ def test_metrics_of_a_buffer_survive_its_checkpoint(dictionary: bool, tmp_path: 
     assert fresh.state_dict() == metrics.state_dict()
     broken = other.state_dict()
     broken["_observers"]["Metrics.0"]["sums"] = {"write": "many"}
-    with pytest.raises(ValueError, match=r"sums\.write|sums"):
-        other.load_state_dict(broken)
+    refuses(ValueError, r"sums\.write|sums", other.load_state_dict, broken)
     assert fresh.state_dict() == metrics.state_dict()
 
 
@@ -265,8 +263,7 @@ def test_a_number_that_is_not_finite_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [{"window": 0}, {"every": 0}])
 def test_invalid_metrics_are_refused(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Metrics(**arguments)
+    refuses(ValueError, "at least 1", Metrics, **arguments)
 
 
 # -- periodic saves -------------------------------------------------------------------------------
@@ -294,8 +291,7 @@ def test_saves_wait_for_rows_and_seconds(tmp_path: Path, monkeypatch: Any) -> No
     other = ReplayBuffer(storage=LazyTensorStorage(100))
     other.loads(tmp_path / "at")
     assert len(other) == 72
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        other.loads(tmp_path / "nowhere")
+    refuses(FileNotFoundError, "nowhere", other.loads, tmp_path / "nowhere")
 
 
 def test_a_failed_save_is_logged_and_tried_again(tmp_path: Path, caplog: Any) -> None:
@@ -331,8 +327,7 @@ def test_a_forked_process_calls_no_functions_of_its_parent(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("arguments", [{"every": 0}, {"min_seconds": -1}])
 def test_invalid_periods_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        PeriodicSave(ReplayBuffer(), tmp_path, **arguments)
+    refuses(ValueError, next(iter(arguments)), PeriodicSave, ReplayBuffer(), tmp_path, **arguments)
 
 
 # -- waiting --------------------------------------------------------------------------------------

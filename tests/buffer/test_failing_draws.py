@@ -24,6 +24,7 @@ from replaykit import (
     SliceSamplerWithoutReplacement,
 )
 from tests.buffer.building import CountingSampler, buffer_of, rows, same
+from tests.support.refusals import refuses
 
 # -- transforms and draws --------------------------------------------------------------------------
 
@@ -55,8 +56,7 @@ def test_transform_error_is_raised_in_place_of_its_batch(prefetch: int | None):
             assert buffer.sample()["id"].tolist() == [0, 1]
             assert buffer.sample()["id"].tolist() == [2, 3]
             for _ in range(2 * (1 - turn)):
-                with pytest.raises(ArithmeticError, match="row 4"):
-                    buffer.sample()
+                refuses(ArithmeticError, "row 4", buffer.sample)
                 assert not buffer.sampler.ran_out
             for start in (4, 6, 8):
                 assert buffer.sample()["id"].tolist() == [start, start + 1]
@@ -101,8 +101,7 @@ def test_refused_transform_output_loses_no_row():
     buffer = buffer_of(
         filled=6, sampler="ordered", batch_size=2, transform=lambda data: data[:1].clone()
     )
-    with pytest.raises(RuntimeError, match="return_info=True"):
-        buffer.sample()
+    refuses(RuntimeError, "return_info=True", buffer.sample)
     data, info = buffer.sample(return_info=True)
     assert info["index"].tolist() == [0, 1]
     assert data["id"].tolist() == [0]
@@ -129,8 +128,7 @@ def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int):
     for _ in range(30):
         buffer = buffer_of(sampler="ordered", batch_size=2, prefetch=prefetch)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="empty storage"):
-                buffer.sample()
+            refuses(RuntimeError, "empty storage", buffer.sample)
         buffer.extend(rows(3))
         assert [batch["id"].tolist() for batch in buffer] == [[0, 1], [2]]
 
@@ -153,8 +151,7 @@ def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next():
         assert buffer.sample()["id"].tolist() == [0, 1, 2, 3]
         assert buffer.sample()["id"].tolist() == [4, 5, 6, 7]
         for _ in range(2):
-            with pytest.raises(ArithmeticError, match="row 9"):
-                buffer.sample()
+            refuses(ArithmeticError, "row 9", buffer.sample)
         assert buffer.sample()["id"].tolist() == [8, 9]
 
 
@@ -174,8 +171,7 @@ def test_calls_between_leave_the_error_of_a_failed_draw(monkeypatch: pytest.Monk
     monkeypatch.setattr(RandomSampler, "sample", fails)
     assert len(rb.sample()) == 2
     assert rb[0] == 0  # reads what is drawn, as a write does
-    with pytest.raises(ValueError, match="not this time"):
-        rb.sample()
+    refuses(ValueError, "not this time", rb.sample)
     assert len(rb.sample()) == 2
     rb.shutdown()
 
@@ -314,8 +310,7 @@ def test_records_that_were_not_read_are_not_used_up(uses: int) -> None:
     rb = filled(ConsumingSampler(uses))
     for _ in range(3):
         rb.storage.fails = 1
-        with pytest.raises(OSError, match="disk"):
-            rb.sample()
+        refuses(OSError, "disk", rb.sample)
     assert len(rb) == ROWS
     found = torch.cat([batch["id"] for batch in rb])
     assert torch.bincount(found).tolist() == [uses] * ROWS
@@ -325,13 +320,11 @@ def test_other_batch_size_after_a_failed_read_repeats_the_draw() -> None:
     """With the same numbers; rows of a pass go back to it."""
     failing, plain = filled(RandomSampler()), filled(RandomSampler())
     failing.storage.fails = 1
-    with pytest.raises(OSError, match="disk"):
-        failing.sample(7)
+    refuses(OSError, "disk", failing.sample, 7)
     assert failing.sample(7)["id"].equal(plain.sample(7)["id"])
     rb = filled(SamplerWithoutReplacement())
     rb.storage.fails = 1
-    with pytest.raises(OSError, match="disk"):
-        rb.sample(7)
+    refuses(OSError, "disk", rb.sample, 7)
     found = torch.cat([batch["id"] for batch in rb])
     assert sorted(found.tolist()) == list(range(ROWS))
 
@@ -343,8 +336,7 @@ def test_members_of_an_ensemble_lose_no_rows() -> None:
     for turn in range(5):
         for member in members:
             member.storage.fails = 1
-            with pytest.raises(OSError, match="disk"):
-                ensemble.sample()
+            refuses(OSError, "disk", ensemble.sample)
         for mine, ids in zip(found, ensemble.sample()["id"].tolist(), strict=True):
             mine += ids
         assert len(members[1]) == ROWS - 4 * (turn + 1)
@@ -391,8 +383,7 @@ def test_failed_batch_of_an_ensemble_loses_no_row() -> None:
     )
     broken = True
     found = ensemble.sample()["x"].flatten().tolist()
-    with pytest.raises(RuntimeError, match="boom"):
-        ensemble.sample(6)
+    refuses(RuntimeError, "boom", ensemble.sample, 6)
     broken = False
     for _ in range(5):
         found += ensemble.sample()["x"].flatten().tolist()
@@ -413,8 +404,7 @@ def test_batches_that_fail_in_two_threads_lose_no_row(prefetch: int) -> None:
         return rows
 
     def draw(size: int) -> None:
-        with pytest.raises(RuntimeError, match="boom"):
-            buffer.sample(size)
+        refuses(RuntimeError, "boom", buffer.sample, size)
 
     buffer.append_transform(fail)
     threads = [threading.Thread(target=draw, args=(size,)) for size in (3, 4)]
@@ -462,8 +452,7 @@ def test_sampler_without_token_gets_its_rows_back(kind: Any) -> None:
         storage=LazyTensorStorage(12), sampler=kind(), batch_size=2, prefetch=2, transform=fail
     )
     buffer.extend(torch.arange(12))
-    with pytest.raises(RuntimeError, match="boom"):
-        buffer.sample(4)
+    refuses(RuntimeError, "boom", buffer.sample, 4)
     assert buffer.sampler.left == list(range(12))
     assert buffer.sample().tolist() == [0, 1]
     buffer.state_dict()
@@ -517,8 +506,7 @@ def test_failed_batch_of_another_size_is_not_ready() -> None:
         transform=fail,
     )
     buffer.extend(torch.arange(4))
-    with pytest.raises(RuntimeError, match="boom"):
-        buffer.sample()
+    refuses(RuntimeError, "boom", buffer.sample)
     assert buffer.can_sample()
     assert not buffer.can_sample(10)
 
@@ -530,6 +518,5 @@ class _Refused(SampleUnit):
 
 def test_refused_draw_does_not_end_the_pass() -> None:
     buffer = _in_order(4, sample_unit=_Refused())
-    with pytest.raises(RuntimeError, match="no"):
-        buffer.sample(4)
+    refuses(RuntimeError, "no", buffer.sample, 4)
     assert not buffer.sampler.ran_out

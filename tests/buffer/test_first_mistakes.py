@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.errors import SchemaError
 from replaykit.transforms import Compose
+from tests.support.refusals import refuses
 
 
 def rows(count: int) -> TensorDict:
@@ -31,23 +32,20 @@ def rows(count: int) -> TensorDict:
 def test_a_row_that_is_given_to_extend_is_refused(storage: Any):
     """A list storage lost it without a word."""
     buffer = ReplayBuffer(storage=storage(5))
-    with pytest.raises(SchemaError, match=r"add\(\)"):
-        buffer.extend(rows(1)[0])
+    refuses(SchemaError, r"add\(\)", buffer.extend, rows(1)[0])
     assert len(buffer) == buffer.write_count == 0
 
 
 def test_extend_of_a_list_storage_refuses_scalars():
     buffer = ReplayBuffer(storage=ListStorage(5))
     for scalar in (torch.tensor(1.0), np.asarray(1.0)):
-        with pytest.raises(SchemaError, match=r"add\(\) stores one row"):
-            buffer.extend(scalar)
+        refuses(SchemaError, r"add\(\) stores one row", buffer.extend, scalar)
 
 
 def test_a_batch_that_is_given_to_add_is_refused():
     buffer = ReplayBuffer(storage=LazyTensorStorage(5))
     buffer.add(rows(1)[0])
-    with pytest.raises(SchemaError, match=r"'x': .*; add\(\) takes one row, extend\(\) a batch"):
-        buffer.add(rows(2))
+    refuses(SchemaError, r"'x': .*; add\(\) takes one row, extend\(\) a batch", buffer.add, rows(2))
     with pytest.raises(SchemaError) as error:
         buffer.add(TensorDict({"x": torch.zeros(4)}, []))
     assert "extend()" not in str(error.value)
@@ -55,8 +53,7 @@ def test_a_batch_that_is_given_to_add_is_refused():
 
 def test_a_row_without_lanes_is_refused():
     buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    with pytest.raises(SchemaError, match="time along batch dimension 1"):
-        buffer.add(torch.tensor(1.0))
+    refuses(SchemaError, "time along batch dimension 1", buffer.add, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("kind", [ListStorage, LazyTensorStorage])
@@ -118,8 +115,7 @@ def test_dicts_and_tuples_of_tensors_are_stacked():
     assert torch.equal(batch["a"][:, 0].double(), batch["b"][1][:, 0])
     assert buffer[:]["b"][0].tolist() == [0, 1, 2]
     buffer.add({"a": torch.zeros(2)})
-    with pytest.raises(TypeError, match=r"same keys.*collate_fn"):
-        buffer[:]
+    refuses(TypeError, r"same keys.*collate_fn", lambda: buffer[:])
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
@@ -161,8 +157,7 @@ def test_a_transform_that_forgets_to_return_is_named():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=forgets, batch_size=2)
     buffer.extend(rows(3))
     for read in (buffer.sample, lambda: buffer[:]):
-        with pytest.raises(TypeError, match=r"forgets.*returned None"):
-            read()
+        refuses(TypeError, r"forgets.*returned None", read)
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
@@ -192,31 +187,27 @@ def test_error_names_the_library_of_a_foreign_storage():
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
 def test_invalid_device_is_named(storage: Any):
-    with pytest.raises(ValueError, match=r"expected a device such as .*got 'foo'"):
-        storage(3, device="foo")
+    refuses(ValueError, r"expected a device such as .*got 'foo'", storage, 3, device="foo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
 def test_unavailable_device_is_named():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3, device="cuda"))
-    with pytest.raises(RuntimeError, match="got cuda: CUDA is not available"):
-        buffer.extend(rows(2))
+    refuses(RuntimeError, "got cuda: CUDA is not available", buffer.extend, rows(2))
     assert len(buffer) == 0
 
 
 def test_error_for_an_absent_key_lists_the_existing_ones():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend(rows(2))
-    with pytest.raises(KeyError, match="no key 'y'; there are 'x'"):
-        buffer["y"]
+    refuses(KeyError, "no key 'y'; there are 'x'", lambda: buffer["y"])
 
 
 @pytest.mark.parametrize("call", ["write_all", "load_state_dict"])
 def test_write_all_and_load_state_dict_refuse_none(call: str):
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend(rows(2))
-    with pytest.raises((TypeError, ValueError), match="got None"):
-        getattr(buffer, call)(None)
+    refuses((TypeError, ValueError), "got None", getattr(buffer, call), None)
 
 
 def test_slice_of_compose_is_a_compose():

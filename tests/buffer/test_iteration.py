@@ -6,6 +6,7 @@ import pytest
 
 from replaykit import SamplerWithoutReplacement
 from tests.buffer.building import buffer_of, rows, same, snapshot
+from tests.support.refusals import refuses
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
@@ -80,15 +81,13 @@ def test_iteration_with_replacement_does_not_end():
 def test_iteration_needs_a_batch_size():
     buffer = buffer_of(filled=2)
     for call in (lambda: iter(buffer), buffer.next):
-        with pytest.raises(RuntimeError, match="batch_size"):
-            call()
+        refuses(RuntimeError, "batch_size", call)
 
 
 def test_an_error_does_not_end_an_iteration():
     buffer = buffer_of(sampler="ordered", batch_size=2)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="empty storage"):
-            buffer.next()
+        refuses(RuntimeError, "empty storage", buffer.next)
     buffer.extend(rows(3))
     assert [buffer.next()["id"].tolist() for _ in range(2)] == [[0, 1], [2]]
     assert buffer.next() is None

@@ -26,6 +26,7 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 from tests.prepared import python
+from tests.support.refusals import refuses
 
 pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
 
@@ -266,8 +267,7 @@ def test_folder_without_a_shared_buffer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected a folder of a buffer with shared=True"):
         ReplayBuffer.join(tmp_path)
     ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(rows(0, 2))
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        ReplayBuffer.join(tmp_path)
+    refuses(FileNotFoundError, str(tmp_path), ReplayBuffer.join, tmp_path)
 
 
 def test_folder_of_an_earlier_run_does_not_hide_the_present_one(tmp_path: Path) -> None:
@@ -298,8 +298,7 @@ def test_rows_that_one_process_recovers_alone_are_not_shared(
     new_buffer(tmp_path).extend(rows(0, 2))
     gc.collect()
     alone = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True))
-    with pytest.raises(RuntimeError, match="only one at a time can recover"):
-        ReplayBuffer.join(tmp_path)
+    refuses(RuntimeError, "only one at a time can recover", ReplayBuffer.join, tmp_path)
     assert numbers(alone) == [0, 1]
 
 
@@ -310,8 +309,7 @@ def test_rows_that_processes_share_are_not_recovered_alone(tmp_path: Path) -> No
         lambda: LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True),
         lambda: new_buffer(tmp_path),
     ):
-        with pytest.raises(RuntimeError, match=r"share its rows; use ReplayBuffer\.join\(\)"):
-            make()
+        refuses(RuntimeError, r"share its rows; use ReplayBuffer\.join\(\)", make)
     with pytest.raises(RuntimeError, match="processes that share its rows"):
         ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)).extend(
             rows(0, 2)
@@ -362,8 +360,7 @@ def test_damaged_description_is_named(damage: str, tmp_path: Path) -> None:
         write_manifest(file.parent, {"max_size": -1}, 3, file.name)
     else:
         file.write_text(text[:40] if damage == "torn" else text.replace("10", "11"))
-    with pytest.raises(CheckpointError, match=r"sharing\.json"):
-        ReplayBuffer.join(tmp_path)
+    refuses(CheckpointError, r"sharing\.json", ReplayBuffer.join, tmp_path)
     buffer.extend(rows(0, 2))
 
 
@@ -371,9 +368,7 @@ def test_storage_of_a_buffer_is_not_shared_again(tmp_path: Path) -> None:
     storage = LazyMemmapStorage(10, scratch_dir=tmp_path, recover=True)
     buffer = ReplayBuffer(storage=storage)
     buffer.extend(rows(0, 2))
-    with pytest.raises(ValueError, match="no buffer uses yet"):
-        buffer.share()
-    with pytest.raises(ValueError, match="no buffer uses yet"):
-        ReplayBuffer(storage=storage, shared=True)
+    refuses(ValueError, "no buffer uses yet", buffer.share)
+    refuses(ValueError, "no buffer uses yet", ReplayBuffer, storage=storage, shared=True)
     buffer.extend(rows(2, 2))
     assert numbers(buffer) == [0, 1, 2, 3]

@@ -23,6 +23,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from tests.buffer.building import buffer_of, unchanged
+from tests.support.refusals import refuses
 
 
 def make(**parts: Any) -> ReplayBuffer:
@@ -37,12 +38,10 @@ def test_a_writer_serves_one_buffer(kind: Any):
     """Its rows would go where the other buffer is."""
     writer = kind()
     first = make(writer=writer)
-    with pytest.raises(ValueError, match="one that another buffer uses"):
-        make(writer=writer)
+    refuses(ValueError, "one that another buffer uses", make, writer=writer)
     other = make()
     own = other.writer
-    with pytest.raises(ValueError, match="one that another buffer uses"):
-        other.set_writer(writer)
+    refuses(ValueError, "one that another buffer uses", other.set_writer, writer)
     assert other.writer is own
     assert first.writer.storage is first.storage
     other.extend(torch.arange(3))
@@ -63,11 +62,9 @@ def test_replaced_or_orphaned_writer_can_serve_another_buffer():
 def test_a_sampler_with_a_pass_serves_one_buffer():
     sampler = SamplerWithoutReplacement()
     first = make(sampler=sampler)
-    with pytest.raises(ValueError, match="a SamplerWithoutReplacement for this buffer alone"):
-        make(sampler=sampler)
+    refuses(ValueError, "a SamplerWithoutReplacement for this buffer alone", make, sampler=sampler)
     other = make()
-    with pytest.raises(ValueError, match="another buffer uses"):
-        other.set_sampler(sampler)
+    refuses(ValueError, "another buffer uses", other.set_sampler, sampler)
     assert isinstance(other.sampler, RandomSampler)
     first.extend(torch.arange(4))
     assert sum(len(batch) for batch in first) == 4
@@ -83,8 +80,7 @@ def test_random_sampler_may_serve_buffers_that_share_a_generator():
     torch.manual_seed(0)
     found = [buffers[turn % 2].sample() for turn in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    with pytest.raises(ValueError, match="another buffer uses"):
-        make(sampler=sampler, generator=torch.Generator())
+    refuses(ValueError, "another buffer uses", make, sampler=sampler, generator=torch.Generator())
 
 
 def test_copies_do_not_share_writers_and_samplers():
@@ -93,8 +89,7 @@ def test_copies_do_not_share_writers_and_samplers():
     for twin in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
         twin.extend(torch.arange(1))
         assert (len(buffer), len(twin)) == (4, 5)
-        with pytest.raises(ValueError, match="another buffer uses"):
-            make(writer=twin.writer)
+        refuses(ValueError, "another buffer uses", make, writer=twin.writer)
 
 
 # -- a sampler of one's own -----------------------------------------------------------------------
@@ -133,8 +128,7 @@ def test_custom_sampler_resumes_from_its_saved_state(way: str, tmp_path: Path):
         other.load_state_dict(state)
     assert [other.sample().tolist() for _ in range(3)] == [[2, 3], [4, 5], [0, 1]]
     for target in (make(), make(sampler=SamplerWithoutReplacement())):
-        with pytest.raises(ValueError, match="got 'Cyclic'"):
-            target.load_state_dict(state)
+        refuses(ValueError, "got 'Cyclic'", target.load_state_dict, state)
         assert len(target) == 0
     with pytest.raises(ValueError, match="expected the state of a 'Cyclic' sampler"):
         make(sampler=Cyclic()).load_state_dict(make().state_dict())
@@ -183,8 +177,7 @@ class Seven(Six):
 def test_failed_empty_of_a_storage_keeps_its_rows():
     buffer = ReplayBuffer(storage=Six(4), batch_size=2)
     buffer.extend(torch.ones(4))
-    with pytest.raises(NotImplementedError, match=r"Six cannot be emptied.*clear\(self\)"):
-        buffer.empty()
+    refuses(NotImplementedError, r"Six cannot be emptied.*clear\(self\)", buffer.empty)
     assert (len(buffer), buffer.write_count) == (4, 4)
     assert buffer.sample().tolist() == [1, 1]
 

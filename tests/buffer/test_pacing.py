@@ -32,6 +32,7 @@ from replaykit import (
 )
 from replaykit.errors import RateLimiterTimeout
 from tests.pace.calls import counts, numbers, started
+from tests.support.refusals import refuses
 
 
 def paced(limiter: RateLimiter, capacity: int = 1000, **options: Any) -> ReplayBuffer:
@@ -84,8 +85,7 @@ def test_any_sequence_of_calls_keeps_the_law(seed: int) -> None:
                 assert len(rb.sample(n, timeout=0)) == n
                 samples += n
             else:
-                with pytest.raises(TimeoutError, match=f"a sample of {n} row"):
-                    rb.sample(n, timeout=0)
+                refuses(TimeoutError, f"a sample of {n} row", rb.sample, n, timeout=0)
         if not fits:
             refused += 1
             assert before == (rb.stats()["write_count"], len(rb))
@@ -124,10 +124,8 @@ def test_bad_rows_are_refused_before_anything_waits() -> None:
 
 def test_batches_that_never_fit_are_refused_at_once() -> None:
     rb = paced(RateLimiter.queue(4), 9)
-    with pytest.raises(ValueError, match="writes of at most 4 rows"):
-        rb.extend(numbers(0, 5))
-    with pytest.raises(ValueError, match="samples of at most 4 rows"):
-        rb.sample(5)
+    refuses(ValueError, "writes of at most 4 rows", rb.extend, numbers(0, 5))
+    refuses(ValueError, "samples of at most 4 rows", rb.sample, 5)
     assert (len(rb), counts(rb)) == (0, (0, 0))
 
 
@@ -137,20 +135,16 @@ def test_timeouts_are_checked_with_and_without_a_limiter(call: str) -> None:
         rb.extend(numbers(0, 3))
         given: Any = 2 if call == "sample" else numbers(0, 2)[0] if call == "add" else numbers(0, 2)
         getattr(rb, call)(given, timeout=5)
-        with pytest.raises(ValueError, match="timeout"):
-            getattr(rb, call)(given, timeout=-1)
-        with pytest.raises(TypeError, match="timeout"):
-            getattr(rb, call)(given, timeout="soon")
+        refuses(ValueError, "timeout", getattr(rb, call), given, timeout=-1)
+        refuses(TypeError, "timeout", getattr(rb, call), given, timeout="soon")
 
 
 def test_invalid_rate_limiters_and_capacities_are_refused() -> None:
     with pytest.raises(TypeError, match="RateLimiter"):
         ReplayBuffer(rate_limiter=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capacity of 9"):
-        paced(RateLimiter.min_size(10), 9)
+    refuses(ValueError, "capacity of 9", paced, RateLimiter.min_size(10), 9)
     rb = paced(RateLimiter.queue(9), 9)
-    with pytest.raises(ValueError, match="capacity of 8"):
-        rb.set_storage(LazyTensorStorage(8))
+    refuses(ValueError, "capacity of 8", rb.set_storage, LazyTensorStorage(8))
     with pytest.raises(ValueError, match="member 1: expected a buffer without a rate limiter"):
         ReplayBufferEnsemble(ReplayBuffer(), rb)
 
@@ -194,8 +188,7 @@ def test_samples_are_records_that_were_delivered() -> None:
 
     failing = paced(RateLimiter.queue(5), 5, transform=fails)
     failing.extend(numbers(0, 5))
-    with pytest.raises(OSError, match="no"):
-        failing.sample(5)
+    refuses(OSError, "no", failing.sample, 5)
     assert counts(failing) == (5, 0)
     assert failing._pace is not None
     assert failing._pace.may(1, 5, 5)  # nothing is under way
@@ -269,8 +262,7 @@ def test_a_sample_waits_for_rows_and_a_write_for_samples() -> None:
 def test_timeout_is_respected_and_counted_as_waiting() -> None:
     rb = paced(RateLimiter.min_size(5))
     began = time.monotonic()
-    with pytest.raises(RateLimiterTimeout, match=r"waited 0\.1 s for inserts: 0 inserted"):
-        rb.sample(1, timeout=0.1)
+    refuses(RateLimiterTimeout, r"waited 0\.1 s for inserts: 0 inserted", rb.sample, 1, timeout=0.1)
     assert 0.1 <= time.monotonic() - began < 60
     assert 0.1 <= rb.stats()["sample_blocked_s"] < 60
 
@@ -296,8 +288,7 @@ def test_shutdown_wakes_waiting_threads() -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert set(said) == {"this buffer was shut down"}
-    with pytest.raises(RuntimeError, match="shut down"):
-        rb.sample(1)
+    refuses(RuntimeError, "shut down", rb.sample, 1)
 
 
 def test_rows_that_another_buffer_wrote_are_seen() -> None:
@@ -447,8 +438,7 @@ def test_crafted_counts_are_refused() -> None:
         {**whole, "inserts_before": "2"},
     ):
         state = {**rb.state_dict(), "_pace": bad}
-        with pytest.raises(ValueError, match="rate limiter"):
-            rb.load_state_dict(state)
+        refuses(ValueError, "rate limiter", rb.load_state_dict, state)
         assert counts(rb) == (10, 7)
 
 

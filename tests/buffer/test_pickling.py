@@ -25,6 +25,7 @@ from replaykit import (
 from replaykit.storages.memory import by_value, from_value
 from tests import effort
 from tests.buffer.building import buffer_of, check_whole, rows, same, storage_of, unchanged
+from tests.support.refusals import refuses
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {
@@ -101,8 +102,7 @@ def test_states_before_the_first_row_are_copied_too(how: str):
     assert len(empty) == 2
     closed = buffer_of(filled=3, batch_size=2, prefetch=2)
     closed.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        COPIES[how](closed).sample()
+    refuses(RuntimeError, "shut down", COPIES[how](closed).sample)
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -112,8 +112,7 @@ def test_copies_keep_every_kind_of_writer(how: str):
     copied = COPIES[how](largest)
     assert copied.add(TensorDict({"r": torch.tensor(2.0)}, [])) == 1
     fixed = ReplayBuffer(storage=TensorStorage(rows(3)), writer=ImmutableDatasetWriter())
-    with pytest.raises(RuntimeError, match="writing"):
-        COPIES[how](fixed).extend(rows(1))
+    refuses(RuntimeError, "writing", COPIES[how](fixed).extend, rows(1))
     lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
     lanes.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
     assert COPIES[how](lanes)["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -173,8 +172,7 @@ def test_a_list_is_not_handed_to_a_spawned_process():
     buffer = ReplayBuffer(storage=ListStorage(5))
     buffer.extend(rows(3))
     buffer.set_writer(ImmutableDatasetWriter())
-    with pytest.raises(RuntimeError, match="ListStorage cannot be handed to a spawned process"):
-        start(buffer)
+    refuses(RuntimeError, "ListStorage cannot be handed to a spawned process", start, buffer)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])

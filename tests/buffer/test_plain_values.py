@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 VALUES: list[tuple[Any, torch.Tensor]] = [
     (1.5, torch.tensor(1.5)),
@@ -139,10 +140,8 @@ def test_later_values_of_other_dtypes_are_named(later: Any, message: str) -> Non
     """The first write fixes the dtypes; arrays are not cast, and bools are no numbers."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.add({"reward": 0.5, "x": 1.0})
-    with pytest.raises(SchemaError, match=message):
-        rb.add(later)
-    with pytest.raises(SchemaError, match=message):
-        rb.extend([{"reward": 0.5, "x": 1.0}, later])
+    refuses(SchemaError, message, rb.add, later)
+    refuses(SchemaError, message, rb.extend, [{"reward": 0.5, "x": 1.0}, later])
     assert (len(rb), rb.write_count, rb.storage.ledger.cursor) == (1, 1, 1)
     assert {key: column.tolist() for key, column in rb[:].items()} == {"reward": [0.5], "x": [1.0]}
 
@@ -176,18 +175,15 @@ def test_a_first_list_of_rows_has_the_dtypes_of_its_first_row() -> None:
 def test_numbers_that_their_column_cannot_hold_are_refused(first: Any, later: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.add({"a": first})
-    with pytest.raises(SchemaError, match="key 'a': expected"):
-        rb.add({"a": later})
-    with pytest.raises(SchemaError, match="key 'a': expected"):
-        rb.extend([{"a": first}, {"a": later}])
+    refuses(SchemaError, "key 'a': expected", rb.add, {"a": later})
+    refuses(SchemaError, "key 'a': expected", rb.extend, [{"a": first}, {"a": later}])
     assert len(rb) == 1
 
 
 @pytest.mark.parametrize("value", ["text", None, object(), np.str_("a"), {1, 2}, [1, "a"], b"x"])
 def test_values_that_are_not_numbers_are_named(value: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    with pytest.raises(TypeError, match=r"key .*'a'.*: expected"):
-        rb.add({"a": value})
+    refuses(TypeError, r"key .*'a'.*: expected", rb.add, {"a": value})
     assert len(rb) == 0
 
 

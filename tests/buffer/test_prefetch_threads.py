@@ -23,6 +23,7 @@ from replaykit import (
 )
 from tests import effort
 from tests.buffer.building import buffer_of, eventually, in_threads, rows
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("by_threads")
 
@@ -249,15 +250,13 @@ def test_shutdown_joins_the_threads():
         lambda: next(iter(buffer)),
         buffer.can_sample,
     ):
-        with pytest.raises(RuntimeError, match="shut down"):
-            call()
+        refuses(RuntimeError, "shut down", call)
     buffer.shutdown()
     buffer.extend(rows(1))
     assert len(buffer) == 9
     direct = buffer_of(filled=2)
     direct.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        direct.sample(1)
+    refuses(RuntimeError, "shut down", direct.sample, 1)
 
 
 def test_shutdown_wakes_waiting_consumers():

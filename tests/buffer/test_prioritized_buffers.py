@@ -22,6 +22,7 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
 )
 from tests.buffer.building import in_threads, same, snapshot
+from tests.support.refusals import refuses
 
 NAMED = [PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer]
 
@@ -73,12 +74,9 @@ def test_named_buffers_are_buffers(cls: Any) -> None:
     parameters = inspect.signature(cls).parameters
     assert parameters["alpha"].default is inspect.Parameter.empty
     assert parameters["alpha"].kind is inspect.Parameter.KEYWORD_ONLY
-    with pytest.raises(TypeError, match="alpha"):
-        cls(beta=0.9)
-    with pytest.raises(TypeError, match="unknown"):
-        cls(alpha=0.7, beta=0.9, unknown=3)
-    with pytest.raises(ValueError, match="beta"):
-        cls(alpha=0.7, beta=-1)
+    refuses(TypeError, "alpha", cls, beta=0.9)
+    refuses(TypeError, "unknown", cls, alpha=0.7, beta=0.9, unknown=3)
+    refuses(ValueError, "beta", cls, alpha=0.7, beta=-1)
 
 
 def test_a_sampler_takes_the_place_of_the_named_ones() -> None:
@@ -144,10 +142,8 @@ def test_priorities_in_the_data_are_checked_before_rows_are_stored(wrong: float)
     buffer.extend(rows(3).set("td_error", torch.ones(3, dtype=torch.float64)))
     before = snapshot(buffer)
     bad = rows(3).set("td_error", torch.tensor([1.0, wrong, 2.0], dtype=torch.float64))
-    with pytest.raises(ValueError, match="priorities"):
-        buffer.extend(bad)
-    with pytest.raises(ValueError, match="priorities"):
-        buffer.add(bad[1])
+    refuses(ValueError, "priorities", buffer.extend, bad)
+    refuses(ValueError, "priorities", buffer.add, bad[1])
     same(before, snapshot(buffer))
     buffer.extend(bad, update_priority=False)
     assert len(buffer) == 6

@@ -35,6 +35,7 @@ from replaykit import (
 from replaykit.storages import shared_storage
 from tests.prepared import python
 from tests.storages.sharing import another, shown
+from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -77,8 +78,7 @@ def written() -> LazyTensorStorage:
 def test_buffers_that_cannot_be_shared_are_refused(options: dict[str, Any], message: str) -> None:
     options = {"storage": lambda: LazyTensorStorage(10), **options}
     made = options["storage"]() if options["storage"] else None
-    with pytest.raises(ValueError, match=message):
-        ReplayBuffer(**{**options, "storage": made}, shared=True)
+    refuses(ValueError, message, ReplayBuffer, **{**options, "storage": made}, shared=True)
     assert getattr(made, "recovery", None) is None
 
 
@@ -90,8 +90,7 @@ def test_parts_cannot_be_exchanged() -> None:
         ("sampler", RandomSampler()),
         ("writer", RoundRobinWriter()),
     ):
-        with pytest.raises(RuntimeError, match=name):
-            getattr(buffer, f"set_{name}")(part)
+        refuses(RuntimeError, name, getattr(buffer, f"set_{name}"), part)
     assert parts == (buffer.storage, buffer.sampler, buffer.writer)
 
 
@@ -101,10 +100,8 @@ def test_shared_storage_accepts_one_buffer_only() -> None:
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
         shared=True,
     )
-    with pytest.raises(ValueError, match="no other buffer shares"):
-        ReplayBuffer(storage=buffer.storage, shared=True)
-    with pytest.raises(RuntimeError, match="one buffer"):
-        ReplayBuffer(storage=buffer.storage)
+    refuses(ValueError, "no other buffer shares", ReplayBuffer, storage=buffer.storage, shared=True)
+    refuses(RuntimeError, "one buffer", ReplayBuffer, storage=buffer.storage)
     buffer.extend(rows(0, 3))
     assert another(buffer)["number"].tolist() == [0, 1, 2]
 
@@ -117,14 +114,12 @@ def test_folder_in_use_is_refused_and_a_free_one_is_accepted(tmp_path: Path) -> 
 
     buffer = made()
     buffer.extend(rows(0, 3))
-    with pytest.raises(RuntimeError, match="in use"):
-        made(existsok=True)
+    refuses(RuntimeError, "in use", made, existsok=True)
     assert buffer["number"].tolist() == [0, 1, 2]
     del buffer
     gc.collect()
     again = made()
-    with pytest.raises(RuntimeError, match=r"\.memmap"):
-        again.extend(rows(5, 1))
+    refuses(RuntimeError, r"\.memmap", again.extend, rows(5, 1))
     del again
     gc.collect()
     last = made(existsok=True)
@@ -150,8 +145,7 @@ def test_rows_that_do_not_fit_those_of_another_process_are_refused() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
     other = another(buffer)
     buffer.extend(rows(0, 2))
-    with pytest.raises(ValueError, match="number"):
-        other.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+    refuses(ValueError, "number", other.extend, TensorDict({"x": torch.zeros(2)}, [2]))
     assert len(buffer) == len(other) == 2
 
 

@@ -27,6 +27,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from tests.buffer.building import buffer_of, rows, unchanged
+from tests.support.refusals import refuses
 
 
 class Scale:
@@ -91,16 +92,14 @@ def test_custom_transforms_and_samplers_keep_their_state(tmp_path: Path):
     assert loaded.sample(2).tolist() == buffer.sample(2).tolist() == [7.0, 10.0]
     assert (loaded.transform[0].calls, loaded.transform[0].factor.item()) == (2, 3.0)
     plain = ReplayBuffer(storage=LazyTensorStorage(5), sampler=Turning())
-    with pytest.raises(ValueError, match="transform with state at position 0"):
-        plain.loads(tmp_path)
+    refuses(ValueError, "transform with state at position 0", plain.loads, tmp_path)
 
 
 def test_transform_state_that_cannot_be_saved_is_named(tmp_path: Path):
     scale = Scale()
     scale.factor = object()  # type: ignore[assignment]
     buffer = ReplayBuffer(storage=ListStorage(5), transform=scale)
-    with pytest.raises(TypeError, match=r"transforms\['0'\]\['factor'\].*object"):
-        buffer.dumps(tmp_path / "saved")
+    refuses(TypeError, r"transforms\['0'\]\['factor'\].*object", buffer.dumps, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

@@ -23,6 +23,7 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.errors import NotEnoughData
+from tests.support.refusals import refuses
 
 
 def make(length: int = 4, lanes: Any = None, slots: int = 40) -> ReplayBuffer:
@@ -100,8 +101,7 @@ def test_a_call_waits_for_rows_and_ends_when_the_buffer_closes() -> None:
     write(rb, [3], 7, 8)
     thread.join(10)
     assert found[0]["t"].tolist() == [[7, 8]]
-    with pytest.raises(TimeoutError, match="within"):
-        rb.take(1, [3], timeout=0.01)
+    refuses(TimeoutError, "within", rb.take, 1, [3], timeout=0.01)
     waiting = [threading.Thread(target=lambda: found.append(rb.take(1, timeout=None)))]
     waiting[0].start()
     time.sleep(0.04)
@@ -124,20 +124,16 @@ def test_all_rows_leave_at_once() -> None:
         assert not len(rb)
     rb = make(4, lanes=range(8))
     write(rb, [0, 4, 7], 1)
-    with pytest.raises(NotEnoughData, match="0 to 1"):
-        rb.drain()
+    refuses(NotEnoughData, "0 to 1", rb.drain)
     write(rb, [1, 2, 3, 5, 6], 1)
     assert rb.drain().shape == (8, 1)
     write(rb, [0, 4, 7], *range(9))
     write(rb, [1, 2, 3, 5, 6], 0)
-    with pytest.raises(NotEnoughData, match="1 to 4"):
-        rb.drain()
-    with pytest.raises(IndexError, match=r"got \[9\]"):
-        write(rb, [9], 0)
+    refuses(NotEnoughData, "1 to 4", rb.drain)
+    refuses(IndexError, r"got \[9\]", write, rb, [9], 0)
     write(rb, [1, 2, 3, 5, 6], *range(1, 9))
     write(rb, [0], 9)  # the lanes have equal numbers of rows, but lane 0 got one more
-    with pytest.raises(NotEnoughData, match=r"aligned=True .*got 9 to 10"):
-        rb.drain(aligned=True)
+    refuses(NotEnoughData, r"aligned=True .*got 9 to 10", rb.drain, aligned=True)
     write(rb, [1, 2, 3, 4, 5, 6, 7], 9)
     assert rb.drain(aligned=True)["t"].tolist() == [[6, 7, 8, 9]] * 8
     grid = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
@@ -163,8 +159,7 @@ def test_even_passes_have_batches_of_nearly_equal_sizes(
         batches = [batch.tolist() for batch in rb]
         assert [len(batch) for batch in batches] == sizes
         assert sorted(row for batch in batches for row in batch) == list(range(rows))
-    with pytest.raises(ValueError, match="even=True"):
-        SamplerWithoutReplacement(even=True, drop_last=True)
+    refuses(ValueError, "even=True", SamplerWithoutReplacement, even=True, drop_last=True)
 
 
 def test_rows_are_used_up_oldest_first() -> None:
@@ -176,16 +171,14 @@ def test_rows_are_used_up_oldest_first() -> None:
     for _ in range(2):
         assert [rb.sample(3).tolist(), rb.sample(1).tolist()] == [[2, 3, 4], [5]]
         rb.load_state_dict(state)
-    with pytest.raises(ValueError, match="order"):
-        ConsumingSampler(order="oldest")
+    refuses(ValueError, "order", ConsumingSampler, order="oldest")
 
 
 def test_wrong_requests_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env"), writer=RoundRobinWriter())
     write(rb, [1, 2], 1)
     for request in (lambda: rb.remove_oldest(1), lambda: rb.empty(lane=1)):
-        with pytest.raises(ValueError, match="LaneWriter"):
-            request()
+        refuses(ValueError, "LaneWriter", request)
     rb = make()
     write(rb, [1, 2], 1)
     for request, error in (
@@ -196,8 +189,7 @@ def test_wrong_requests_are_refused() -> None:
         with pytest.raises(error):
             request()
     assert len(rb) == 2
-    with pytest.raises(ValueError, match="distinct lanes"):
-        LaneWriter(3, [1, 1])
+    refuses(ValueError, "distinct lanes", LaneWriter, 3, [1, 1])
 
 
 @pytest.mark.parametrize("writer", ["ring", "lanes"])

@@ -36,6 +36,7 @@ from replaykit import (
     TensorDictReplayBuffer,
     pad_collate,
 )
+from tests.support.refusals import refuses
 
 STORAGES: dict[str, Any] = {
     "list": ListStorage,
@@ -180,8 +181,7 @@ def test_error_for_a_folder_in_use_does_not_suggest_existsok(how: str, tmp_path:
     other = _buffer(LazyMemmapStorage(8, scratch_dir=tmp_path / "free"))
     other.extend(_rows(8))
     again = _buffer(LazyMemmapStorage(8, scratch_dir=tmp_path / "free"))
-    with pytest.raises(RuntimeError, match="existsok=True to use its space"):
-        again.extend(_rows(8))
+    refuses(RuntimeError, "existsok=True to use its space", again.extend, _rows(8))
 
 
 # -- collation -------------------------------------------------------------------------------------
@@ -257,14 +257,12 @@ def test_trajectory_key_is_required_where_no_done_flag_exists():
         assert (2, 3) in _ends(buffer)
     bare = _buffer(LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode"))
     bare.extend(_rows(12).exclude("next"))
-    with pytest.raises(KeyError, match="'episode'"):
-        bare.sample()
+    refuses(KeyError, "'episode'", bare.sample)
     only = _buffer(
         LazyTensorStorage(12), SliceSampler(slice_len=2, traj_key="episode", end_key="stop")
     )
     only.extend(_rows(12))
-    with pytest.raises(KeyError, match="'stop'"):
-        only.sample()
+    refuses(KeyError, "'stop'", only.sample)
 
 
 # -- storages --------------------------------------------------------------------------------------
@@ -290,8 +288,7 @@ def test_first_write_through_the_storage_leaves_the_cursor(kind: str, cursor: An
 
 def test_a_first_write_that_leaves_a_hole_is_refused():
     storage = LazyTensorStorage(8)
-    with pytest.raises(RuntimeError, match="no gap"):
-        storage.set(range(2, 4), _rows(2), set_cursor=False)
+    refuses(RuntimeError, "no gap", storage.set, range(2, 4), _rows(2), set_cursor=False)
     assert len(storage) == 0
 
 
@@ -366,8 +363,7 @@ def test_column_file_gives_the_file_of_a_column(how: str, lanes: bool, tmp_path:
     if how == "once":
         options |= {"dedup_next": ["x"], "on_mismatch": "dense"}
     storage = LazyMemmapStorage(8, **options)
-    with pytest.raises(RuntimeError, match="nothing is stored"):
-        storage.column_file("x")
+    refuses(RuntimeError, "nothing is stored", storage.column_file, "x")
     buffer = ReplayBuffer(storage=storage, shared=how == "shared")
     rows = _rows(8).set("wide", torch.rand(8, 300))
     rows["next", "x"] = rows["x"] + 1
@@ -377,8 +373,7 @@ def test_column_file_gives_the_file_of_a_column(how: str, lanes: bool, tmp_path:
         buffer["added"] = values
     for key in buffer[:].keys(True, True):
         if how == "once" and key in ("x", ("next", "x")):
-            with pytest.raises(KeyError, match="stored once"):
-                storage.column_file(key)
+            refuses(KeyError, "stored once", storage.column_file, key)
             continue
         found = storage.column_file(key)
         held = np.memmap(found.path, mode="r")
@@ -387,16 +382,14 @@ def test_column_file_gives_the_file_of_a_column(how: str, lanes: bool, tmp_path:
         expected = buffer[key].transpose(0, 1) if lanes else buffer[key]
         assert np.array_equal(read[: len(expected)], expected.numpy())
     assert found.path.is_file()
-    with pytest.raises(KeyError, match="no column 'none'"):
-        storage.column_file("none")
+    refuses(KeyError, "no column 'none'", storage.column_file, "none")
 
 
 def test_column_file_fails_after_cleanup_but_columns_still_work():
     buffer = _buffer(LazyMemmapStorage(8))
     buffer.extend(_rows(8))
     assert buffer.storage.cleanup()
-    with pytest.raises(RuntimeError, match=r"cleanup\(\)"):
-        buffer.storage.column_file("x")
+    refuses(RuntimeError, r"cleanup\(\)", buffer.storage.column_file, "x")
     buffer["added"] = torch.arange(8)
     buffer.extend(_rows(2, 8))
     assert buffer["added"].tolist() == [0, 0, 2, 3, 4, 5, 6, 7]
@@ -475,8 +468,7 @@ def test_rows_of_several_lengths_are_sampled_as_a_lazy_stack(cls: Any, transform
     assert ("index" in rb[:].unbind(0)[0]) == (cls is not ReplayBuffer)
     assert "index" not in rb.storage[0]
     rb.add(_trajectories(2)[0].unsqueeze(0))
-    with pytest.raises(ValueError, match=r"equally many batch dimensions.*\[1, 2\]"):
-        rb[:]
+    refuses(ValueError, r"equally many batch dimensions.*\[1, 2\]", lambda: rb[:])
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 3, 4)])
@@ -531,8 +523,7 @@ def test_arguments_can_be_read_and_named_as_in_torchrl() -> None:
     rows = TensorDict({"x": torch.arange(3)}, [3])
     assert rb.extend(tensordicts=rows).tolist() == [0, 1, 2]
     assert rb.extend(data=rows).tolist() == [3, 4, 5]
-    with pytest.raises(TypeError, match="one argument"):
-        rb.extend(rows, tensordicts=rows)
+    refuses(TypeError, "one argument", rb.extend, rows, tensordicts=rows)
     for part in (rb, rb.storage):
         part.checkpointer = None
         with pytest.raises(TypeError, match=r"register_save_hook.*read_torchrl"):
@@ -554,22 +545,17 @@ def test_write_all_explains_values_that_are_not_batches() -> None:
     objects.extend([torch.zeros(2), TensorDict({"x": torch.zeros(2)}, [2])])
     for rb in (tensors, objects):
         for given in (3, 2.5, torch.zeros(())):
-            with pytest.raises(TypeError, match=r"expected a batch of rows.*got"):
-                rb.write_all(given)
-    with pytest.raises(ValueError, match="one kind of rows, got Tensor and TensorDict"):
-        objects[:]
+            refuses(TypeError, r"expected a batch of rows.*got", rb.write_all, given)
+    refuses(ValueError, "one kind of rows, got Tensor and TensorDict", lambda: objects[:])
     objects.write_all([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(ValueError, match=r"one shape of rows, got \[2\] and \[3\]"):
-        objects[:]
+    refuses(ValueError, r"one shape of rows, got \[2\] and \[3\]", lambda: objects[:])
 
 
 def test_share_of_an_emptied_buffer_explains_the_refusal(tmp_path: Path) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(32))
     rb.extend(torch.zeros(1))
     rb.empty()
-    with pytest.raises(ValueError, match=r"never written to.*emptied.*make a new buffer"):
-        rb.share(True)
-    with pytest.raises(ValueError, match="give a scratch_dir"):
-        LazyMemmapStorage(20, auto_cleanup=False)
+    refuses(ValueError, r"never written to.*emptied.*make a new buffer", rb.share, True)
+    refuses(ValueError, "give a scratch_dir", LazyMemmapStorage, 20, auto_cleanup=False)
     with pytest.raises(ValueError, match="leave scratch_dir out"):
         LazyMemmapStorage(20, auto_cleanup=True, scratch_dir=tmp_path)

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, StepCount, Transform
 from tests.buffer.building import buffer_of, rows, same
+from tests.support.refusals import refuses
 
 # -- on writing ------------------------------------------------------------------------------------
 
@@ -137,8 +138,7 @@ def test_transforms_run_without_the_lock():
 def test_a_transform_that_changes_the_number_of_rows_needs_return_info(change: Any):
     buffer = buffer_of(filled=4, batch_size=3, transform=change)
     for call in (buffer.sample, buffer.next, lambda: next(iter(buffer))):
-        with pytest.raises(RuntimeError, match="return_info"):
-            call()
+        refuses(RuntimeError, "return_info", call)
     data, info = buffer.sample(return_info=True)
     assert data.batch_size != (3,)
     assert "index" not in set(data.keys())
@@ -156,5 +156,4 @@ def test_records_that_are_trajectories_have_no_rows_around():
     row = {"a": torch.zeros(6, 3, 1), "next": {"done": torch.zeros(6, 3, 1, dtype=torch.bool)}}
     buffer = ReplayBuffer(storage=LazyTensorStorage(6), transform=StepCount())
     buffer.extend(TensorDict(row, [6, 3]))
-    with pytest.raises(RuntimeError, match=r"batch of \[4\] rows, got \[4, 3\]"):
-        buffer.sample(4)
+    refuses(RuntimeError, r"batch of \[4\] rows, got \[4, 3\]", buffer.sample, 4)

@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import make
+from tests.support.refusals import refuses
 
 
 class Point(TensorClass):
@@ -159,16 +160,14 @@ def test_an_object_that_cannot_be_saved_is_named_before_anything_is_written(
     buffer = ReplayBuffer(storage=ListStorage(50), collate_fn=list)
     buffer.extend([torch.zeros(1), "fine", torch.zeros(1)])
     buffer.add(item)
-    with pytest.raises(TypeError, match=rf"\[3\].*{kind}"):
-        buffer.dumps(tmp_path / "new")
+    refuses(TypeError, rf"\[3\].*{kind}", buffer.dumps, tmp_path / "new")
     assert os.listdir(tmp_path) == []
 
 
 def test_pytree_keys_that_cannot_be_saved_are_named(tmp_path: Path):
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend({(1, 2): torch.zeros(2)})
-    with pytest.raises(TypeError, match=r"\(1, 2\)"):
-        buffer.dumps(tmp_path / "new")
+    refuses(TypeError, r"\(1, 2\)", buffer.dumps, tmp_path / "new")
     assert os.listdir(tmp_path) == []
 
 
@@ -183,8 +182,7 @@ def test_a_storage_can_be_saved_alone(tmp_path: Path):
         listed.loads(tmp_path)
     assert caught[0].filename == __file__
     assert [int(row["id"]) for row in listed] == [7, 8, 9, 10]
-    with pytest.raises(CheckpointError, match="no part 'writer'"):
-        make().loads(tmp_path)
+    refuses(CheckpointError, "no part 'writer'", make().loads, tmp_path)
 
 
 class Minimal(Storage):
@@ -232,6 +230,5 @@ def test_custom_storage_is_saved_and_loaded(tmp_path: Path):
         assert other.extend([{"n": 9}]).tolist() == [2]
     state = buffer.state_dict()
     del state["_storage"]["rows"]
-    with pytest.raises(ValueError, match="expected rows"):
-        taken.load_state_dict(state)
+    refuses(ValueError, "expected rows", taken.load_state_dict, state)
     assert taken[2] == {"n": 9}

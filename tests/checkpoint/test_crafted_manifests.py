@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import make, save, state_of
+from tests.support.refusals import refuses
 
 
 def _set(*path: Any, value: Any) -> Any:
@@ -162,16 +163,14 @@ def test_the_largest_write_count_is_read_and_the_next_one_is_named(forge: Any, t
     live.loads(tmp_path)
     assert live.write_count == 2**62 - 1
     forge(tmp_path, _set("parts", "writer", "_write_count", value=2**62))
-    with pytest.raises(ValueError, match=f"expected _write_count as .*, got {2**62}"):
-        live.loads(tmp_path)
+    refuses(ValueError, f"expected _write_count as .*, got {2**62}", live.loads, tmp_path)
 
 
 def test_a_manifest_that_nests_without_end_is_damaged(tmp_path: Path):
     save(tmp_path)
     for text in ("[" * 10**5 + "]" * 10**5, "[" * 10**5, "\xff", "", "null", "[]"):
         (tmp_path / "manifest.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-            make().loads(tmp_path)
+        refuses(CheckpointError, r"manifest\.json is damaged", make().loads, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,7 @@ def test_rows_of_a_saved_draw_are_checked_before_anything_changes(anchors: Any):
     drawn = saved.sample()["index"]
     right = {**saved.state_dict(), "_prefetch_state": [{"anchors": drawn, "ran_out": False}]}
     wrong = {**right, "_prefetch_state": [{"anchors": anchors, "ran_out": False}]}
-    with pytest.raises(ValueError, match=r"a prepared draw: |expected draws among"):
-        live.load_state_dict(wrong)
+    refuses(ValueError, r"a prepared draw: |expected draws among", live.load_state_dict, wrong)
     assert live[:]["id"].tolist() == list(range(8, 16))
     assert live.sample()["id"].min() >= 8
     live.load_state_dict(right)

@@ -36,6 +36,7 @@ from replaykit.checkpoint import checkpoint_versions, dirty_chunks
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import flipped
 from tests.checkpoint.values import plain
+from tests.support.refusals import refuses
 
 ROWS = 30
 STRIDE = 88
@@ -125,8 +126,7 @@ def test_every_version_names_its_damaged_file_and_no_other_one(
                     gone = damage is None and name.startswith("manifest")
                     expected = FileNotFoundError if gone else CheckpointError
                     # Another version's number may have come into a manifest: it is named too.
-                    with pytest.raises(expected, match="no |bad" if gone else name):
-                        live.loads(bad, version=version)
+                    refuses(expected, "no |bad" if gone else name, live.loads, bad, version=version)
                     assert contents_of(live) == before
                 elif name != "manifest.json":
                     other = new()
@@ -163,12 +163,10 @@ def test_links_pipes_and_directories_are_not_read(three: tuple[Path, Any], tmp_p
     ]
     for make in made:
         make()
-        with pytest.raises(CheckpointError, match=file.name):
-            new().loads(folder)
+        refuses(CheckpointError, file.name, new().loads, folder)
         file.unlink()
     file.mkdir()
-    with pytest.raises((CheckpointError, IsADirectoryError), match=file.name):
-        new().loads(folder)
+    refuses((CheckpointError, IsADirectoryError), file.name, new().loads, folder)
 
 
 @pytest.mark.parametrize(("name", "version"), [("manifest.json", None), ("manifest-2.json", 2)])
@@ -208,8 +206,7 @@ def test_save_after_the_highest_version_is_refused(tmp_path: Path, forge: Any):
     buffer.dumps(tmp_path)
     forge(tmp_path, lambda manifest: manifest.update(version=10**15 - 1))
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(CheckpointError, match="choose another directory"):
-        buffer.dumps(tmp_path)
+    refuses(CheckpointError, "choose another directory", buffer.dumps, tmp_path)
     assert sorted(os.listdir(tmp_path)) == before
     new().loads(tmp_path)
 
@@ -222,8 +219,7 @@ def test_foreign_manifest_is_not_overwritten(tmp_path: Path, text: str):
     extend(buffer, 0, ROWS)
     (tmp_path / "manifest.json").write_text(text)
     for save in (buffer.dumps, buffer.sampler.dumps, buffer.writer.dumps, buffer.storage.dumps):
-        with pytest.raises(CheckpointError, match=r"manifest\.json is not that of a checkpoint"):
-            save(tmp_path)
+        refuses(CheckpointError, r"manifest\.json is not that of a checkpoint", save, tmp_path)
     assert (tmp_path / "manifest.json").read_text() == text
     assert os.listdir(tmp_path) == ["manifest.json"]
 
@@ -235,8 +231,7 @@ def test_an_empty_path_is_not_the_current_directory(
     buffer = new()
     extend(buffer, 0, ROWS)
     for save in (buffer.dumps, buffer.sampler.dumps, buffer.writer.dumps, buffer.storage.dumps):
-        with pytest.raises(ValueError, match="expected path as that of a directory, got ''"):
-            save("")
+        refuses(ValueError, "expected path as that of a directory, got ''", save, "")
     assert not os.listdir(tmp_path)
     buffer.dumps(".")
     assert checkpoint_versions(tmp_path) == [1]
@@ -376,8 +371,7 @@ def test_load_names_the_damaged_file_of_every_kind_of_buffer(kind: str, tmp_path
                 (bad / name).write_bytes(damage)
             gone = damage is None and name == "manifest.json"
             error, match = (FileNotFoundError, "bad") if gone else (CheckpointError, name)
-            with pytest.raises(error, match=match):
-                live.loads(bad)
+            refuses(error, match, live.loads, bad)
         assert plain(live.state_dict()) == before
     live.loads(good)
     assert plain(live.sample().to_dict()) == plain(source.sample().to_dict())

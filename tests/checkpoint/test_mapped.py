@@ -37,6 +37,7 @@ from replaykit import (
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.ledger import Ledger
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -329,15 +330,12 @@ def test_a_torn_or_missing_file_is_named_and_nothing_changes(tmp_path: Path):
         with pytest.raises(CheckpointError, match=f"{name} is torn: expected {len(whole)} bytes"):
             mapped.loads(tmp_path, mmap=True)
     file.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        mapped.loads(tmp_path, mmap=True)
+    refuses(CheckpointError, f"{name} is missing", mapped.loads, tmp_path, mmap=True)
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is a link"):
-        mapped.loads(tmp_path, mmap=True)
+    refuses(CheckpointError, f"{name} is damaged: it is a link", mapped.loads, tmp_path, mmap=True)
     file.unlink()
     file.mkdir()
-    with pytest.raises(CheckpointError, match=f"{name} is damaged: it is no file"):
-        mapped.loads(tmp_path, mmap=True)
+    refuses(CheckpointError, f"{name} is damaged: it is no file", mapped.loads, tmp_path, mmap=True)
     with pytest.raises(FileNotFoundError):
         mapped.loads(tmp_path / "nowhere", mmap=True)
     assert not mapped.storage.initialized
@@ -416,8 +414,7 @@ def test_first_sample_finds_inconsistent_sampler_state(
     mapped = make(name)
     mapped.loads(tmp_path, mmap=True)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"{match}, in {tmp_path}/data-.*: expected"):
-            mapped.sample()
+        refuses(CheckpointError, rf"{match}, in {tmp_path}/data-.*: expected", mapped.sample)
 
 
 # -- what cannot be -------------------------------------------------------------------------------
@@ -428,8 +425,7 @@ def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
 
     def refused(buffer: ReplayBuffer, match: str) -> None:
         length = len(buffer)
-        with pytest.raises(ValueError, match=match):
-            buffer.loads(tmp_path / "saved", mmap=True)
+        refuses(ValueError, match, buffer.loads, tmp_path / "saved", mmap=True)
         assert len(buffer) == length
 
     for storage in (

@@ -23,6 +23,7 @@ from replaykit import (
 from replaykit.checkpoint import ReadLater
 from replaykit.episodes import EpisodeIndex
 from replaykit.errors import CheckpointError
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -98,8 +99,7 @@ def test_write_after_a_failed_first_write_rebuilds_the_episodes(
         raise MemoryError("no memory for an index")
 
     monkeypatch.setattr(EpisodeIndex, "_rebuild", rebuild)
-    with pytest.raises(MemoryError, match="for an index"):
-        interrupted.extend(after)
+    refuses(MemoryError, "for an index", interrupted.extend, after)
     assert bool((interrupted[:] == before).all())
     monkeypatch.setattr(EpisodeIndex, "_rebuild", original)
     assert torch.equal(interrupted.extend(after), other.extend(after))
@@ -148,8 +148,7 @@ def test_write_reads_saved_priorities_before_it_changes_anything(
     ledger, before = mapped.storage.ledger, mapped[:]
     counted = mapped.write_count, ledger.next_position, ledger.cursor
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="the priorities of the checkpoint"):
-            write(mapped)
+        refuses(CheckpointError, "the priorities of the checkpoint", write, mapped)
         assert bool((mapped[:] == before).all())
         assert (mapped.write_count, ledger.next_position, ledger.cursor) == counted
 

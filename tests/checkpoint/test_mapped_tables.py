@@ -26,6 +26,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import CheckpointError
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -236,17 +237,13 @@ def test_write_finds_inconsistent_tables_before_overwriting_rows(
     before = mapped[:].clone()
     named = rf"{match}.* of the checkpoint, in {tmp_path}/data-.*\d.bin: expected"
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=named):
-            mapped.extend(rows(7000, 8))
-        with pytest.raises(CheckpointError, match=named):
-            mapped.writer.state_dict()
+        refuses(CheckpointError, named, mapped.extend, rows(7000, 8))
+        refuses(CheckpointError, named, mapped.writer.state_dict)
     if entry != "_ranks":
-        with pytest.raises(CheckpointError, match=match):
-            mapped.empty()
+        refuses(CheckpointError, match, mapped.empty)
     assert len(mapped) == len(before)
     assert bool((mapped[:] == before).all())
-    with pytest.raises(CheckpointError, match="expected crc32"):
-        kind.make().loads(tmp_path, mmap=True, verify=True)
+    refuses(CheckpointError, "expected crc32", kind.make().loads, tmp_path, mmap=True, verify=True)
     with pytest.raises(ValueError, match=r"expected .*(position|generation|rank)"):
         kind.make().loads(tmp_path, verify=False)
 
@@ -279,8 +276,7 @@ def test_in_another_capacity_tables_are_read_before_anything_changes(tmp_path: P
     for entry, match in (("_ledger.generations", "the gen"), ("_ledger.positions", "the pos")):
         damage(tmp_path, entry, b"\xff" * 8)
         other = kind.make(2 * CAPACITY)
-        with pytest.raises(CheckpointError, match=match):
-            other.loads(tmp_path, mmap=True)
+        refuses(CheckpointError, match, other.loads, tmp_path, mmap=True)
         assert not other.storage.initialized
         assert not other.writer.write_count
 
@@ -318,8 +314,7 @@ def test_invalid_beginnings_of_streams_are_refused(
 
     forge(tmp_path, change)
     for options in ({}, {"mmap": True}):
-        with pytest.raises(ValueError, match=r"_episodes\.heads"):
-            kind.make().loads(tmp_path, **options)
+        refuses(ValueError, r"_episodes\.heads", kind.make().loads, tmp_path, **options)
 
 
 def test_an_older_checkpoint_of_rings_of_streams_is_read(tmp_path: Path, forge: Any):
@@ -340,8 +335,7 @@ def test_an_older_checkpoint_of_rings_of_streams_is_read(tmp_path: Path, forge: 
     assert len(shorter) == 100 * LANES
     for wrong in (-1, CAPACITY + 1, 2.0):
         forge(tmp_path, lambda m, wrong=wrong: m["parts"]["writer"].update(_longest=wrong))
-        with pytest.raises(ValueError, match=r"_longest|the longest"):
-            kind.make().loads(tmp_path)
+        refuses(ValueError, r"_longest|the longest", kind.make().loads, tmp_path)
 
 
 def test_members_of_an_ensemble_are_opened_unread(tmp_path: Path, read: list[Any]):

@@ -31,6 +31,7 @@ from replaykit import (
     read_torchrl,
 )
 from replaykit.errors import CheckpointError
+from tests.support.refusals import refuses
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GENERATOR = Path(__file__).parent / "make_torchrl.py"
@@ -336,8 +337,7 @@ def test_column_without_its_record_is_named(key: str, nested: bool, tmp_path: Pa
     stored = TensorDict({"x": value, key: TensorDict({"x": value}, [4]) if nested else value}, [4])
     folder = write(tmp_path / "x", stored, 3, 3)
     edit(folder / "storage" / "meta.json", _type="<class 'tensordict._td.TensorDict'>")
-    with pytest.raises(ValueError, match=rf"record of each column .* got none of \('{key}',\)"):
-        read_torchrl(folder)
+    refuses(ValueError, rf"record of each column .* got none of \('{key}',\)", read_torchrl, folder)
 
 
 def test_read_torchrl_reads_an_empty_buffer(tmp_path: Path):
@@ -385,19 +385,16 @@ def test_a_torn_file_is_named(name: str, saved: Path):
     damaged = [whole[:-1], whole + b"x" if name.endswith("memmap") else whole + b"}", b""]
     for content in damaged:
         file.write_bytes(content)
-        with pytest.raises(CheckpointError, match=file.name):
-            read_torchrl(saved)
+        refuses(CheckpointError, file.name, read_torchrl, saved)
     file.unlink()
     (saved / "elsewhere").write_bytes(whole)
     file.symlink_to(saved / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: it is a link"):
-        read_torchrl(saved)
+    refuses(CheckpointError, f"{file.name} is damaged: it is a link", read_torchrl, saved)
     file.unlink()
     kind: Any = FileNotFoundError if name == "buffer_metadata.json" else CheckpointError
     if name == "sampler/sampler_metadata.json":
         kind = ValueError  # the state of another sampler, then
-    with pytest.raises(kind, match=r"buffer_metadata|is missing|which is not read"):
-        read_torchrl(saved)
+    refuses(kind, r"buffer_metadata|is missing|which is not read", read_torchrl, saved)
 
 
 def _meta(**entries: Any) -> Callable[[Path], None]:
@@ -463,8 +460,7 @@ def test_unsupported_and_damaged_content_is_named(
     change: Callable[[Path], None], error: type[Exception], match: str, saved: Path
 ):
     change(saved)
-    with pytest.raises(error, match=match):
-        read_torchrl(saved)
+    refuses(error, match, read_torchrl, saved)
 
 
 def test_invalid_priorities_are_refused(saved: Path):
@@ -472,14 +468,12 @@ def test_invalid_priorities_are_refused(saved: Path):
     for number in (float("nan"), -1.0, float("inf")):
         values[3] = number
         column(saved / "sampler", "sumtree", values)
-        with pytest.raises(CheckpointError, match=r"sumtree.memmap is damaged: expected finite"):
-            read_torchrl(saved)
+        refuses(CheckpointError, r"sumtree.memmap is damaged: expected finite", read_torchrl, saved)
     values[3] = 2.0
     column(saved / "sampler", "sumtree", values)
     read_torchrl(saved)
     edit(saved / SAMPLER, _alpha=1e-5)
-    with pytest.raises(CheckpointError, match=r"sumtree.memmap is damaged: .* not powers 1e-05"):
-        read_torchrl(saved)
+    refuses(CheckpointError, r"sumtree.memmap is damaged: .* not powers 1e-05", read_torchrl, saved)
 
 
 class _Poison:
@@ -514,14 +508,11 @@ def test_no_pickle_is_opened(saved: Path, tmp_path: Path):
 
 
 def test_directories_of_other_formats_are_refused(saved: Path, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint of TorchRL"):
-        read_torchrl(tmp_path)
+    refuses(FileNotFoundError, "no checkpoint of TorchRL", read_torchrl, tmp_path)
     read_torchrl(saved).dumps(tmp_path / "own")
-    with pytest.raises(FileNotFoundError, match=r"expected buffer_metadata.json"):
-        read_torchrl(tmp_path / "own")
+    refuses(FileNotFoundError, r"expected buffer_metadata.json", read_torchrl, tmp_path / "own")
     with pytest.raises(ValueError, match="expected the state of a 'max_value' writer"):
         read_torchrl(saved, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")))
     (saved / "storage" / "next").rename(saved / "next")
     (saved / "storage" / "next").symlink_to(saved / "next")
-    with pytest.raises(CheckpointError, match="next is damaged: it is a link"):
-        read_torchrl(saved)
+    refuses(CheckpointError, "next is damaged: it is a link", read_torchrl, saved)

@@ -20,6 +20,7 @@ from replaykit import (
 from replaykit.errors import RateLimiterTimeout
 from tests.conftest import make_rows
 from tests.distributed.stand_in import Actor, client_of, stand_in
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +35,11 @@ def test_a_sampler_that_uses_rows_up_stops_handles_that_ask_ahead() -> None:
     plain.extend(make_rows(0, 10))
     assert ahead.sample().shape == (2,)
     plain.set_sampler(ConsumingSampler())
-    with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
-        client_of(actor, prefetch=2)
+    refuses(ValueError, r"prefetch.*ConsumingSampler", client_of, actor, prefetch=2)
     left = [ahead.sample() for _ in range(2)]  # drawn before
     assert [batch.shape for batch in left] == [(2,)] * 2
-    with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
-        ahead.sample()
-    with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
-        next(iter(ahead))
+    refuses(ValueError, r"prefetch.*ConsumingSampler", ahead.sample)
+    refuses(ValueError, r"prefetch.*ConsumingSampler", next, iter(ahead))
     assert len(plain) == 10
     plain.set_sampler(RandomSampler())
     assert ahead.sample().shape == (2,)
@@ -141,12 +139,10 @@ def test_delayed_prefetched_sample_raises_limiter_timeout() -> None:
     """As without ``prefetch``; the batch stays under way. Without a limiter a TimeoutError."""
     actor = Actor(storage=LazyTensorStorage(10), batch_size=2, rate_limiter=RateLimiter.min_size(2))
     plain, ahead = client_of(actor, paced=True), client_of(actor, paced=True, prefetch=2)
-    with pytest.raises(RateLimiterTimeout, match=r"waited 0\.01 s"):
-        plain.sample(timeout=0.01)
+    refuses(RateLimiterTimeout, r"waited 0\.01 s", plain.sample, timeout=0.01)
     actor.busy = True
     for _ in range(3):
-        with pytest.raises(RateLimiterTimeout, match=r"within 0\.01 s"):
-            ahead.sample(timeout=0.01)
+        refuses(RateLimiterTimeout, r"within 0\.01 s", ahead.sample, timeout=0.01)
     assert actor.called.count("sample_1") == 3
     with pytest.raises(TimeoutError) as raised:
         client_of(actor, prefetch=2, checked=True).sample(timeout=0.01)
@@ -157,10 +153,8 @@ def test_delayed_prefetched_sample_raises_limiter_timeout() -> None:
 def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
     actor = Actor(storage=LazyTensorStorage(10), batch_size=2, rate_limiter=RateLimiter.min_size(2))
     handle = client_of(actor, paced=True, prefetch=prefetch)
-    with pytest.raises(ValueError, match="timeout of at least 0"):
-        handle.sample(timeout=-1)
-    with pytest.raises(TypeError, match="timeout as a number"):
-        handle.sample(timeout="soon")
+    refuses(ValueError, "timeout of at least 0", handle.sample, timeout=-1)
+    refuses(TypeError, "timeout as a number", handle.sample, timeout="soon")
     assert not [name for name in actor.called if "sample" in name]
 
 

@@ -22,6 +22,7 @@ from replaykit import (
 from replaykit.distributed.host import check_loader
 from tests.conftest import make_rows
 from tests.distributed.stand_in import Actor, client_of, stand_in
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(params=["actor", "shards"])
@@ -108,8 +109,7 @@ def test_rows_and_priorities_count_from_the_next_batch_on(loaded: Any) -> None:
 
 
 def test_loader_refuses_unsupported_configurations(loaded: Any) -> None:
-    with pytest.raises(RuntimeError, match="empty"):
-        next(iter(loaded(0, batch_size=4).dataloader()))
+    refuses(RuntimeError, "empty", next, iter(loaded(0, batch_size=4).dataloader()))
     handle = loaded(batch_size=4)
     for wrong, text in (
         ({"workers": 1, "multiprocessing_context": "fork"}, r"spawned|backend='ray'"),
@@ -118,12 +118,9 @@ def test_loader_refuses_unsupported_configurations(loaded: Any) -> None:
         ({"steps": 0}, "expected steps"),
         ({"batch_size": 0}, "expected batch_size"),
     ):
-        with pytest.raises(ValueError, match=text):
-            handle.dataloader(**wrong)
-    with pytest.raises(TypeError, match="is not known in advance"):
-        len(BufferDataset(handle))
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
-        loaded().dataloader()
+        refuses(ValueError, text, handle.dataloader, **wrong)
+    refuses(TypeError, "is not known in advance", len, BufferDataset(handle))
+    refuses(RuntimeError, "batch_size not specified", loaded().dataloader)
     with pytest.raises(ValueError, match="without rate_limiter"):
         loaded(0, rate_limiter=RateLimiter.min_size(1)).dataloader(4)
 
@@ -135,11 +132,9 @@ def test_loader_of_an_actor_refuses_passes(monkeypatch: pytest.MonkeyPatch) -> N
         ({"consume_after_n_samples": 1}, "ConsumingSampler"),
     ):
         handle: Any = client_of(Actor(storage=LazyTensorStorage(40), **arguments))
-        with pytest.raises(ValueError, match=text):
-            handle.dataloader(4)
+        refuses(ValueError, text, handle.dataloader, 4)
     member = Actor(storage=LazyTensorStorage(40)).buffer
-    with pytest.raises(TypeError, match="stores rows itself"):
-        check_loader(ReplayBufferEnsemble(member, member))
+    refuses(TypeError, "stores rows itself", check_loader, ReplayBufferEnsemble(member, member))
 
 
 @pytest.mark.skipif(

@@ -40,6 +40,7 @@ from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 from replaykit.testing import RoboHiveWriter, make_trial
 from tests.conftest import make_rows
 from tests.ray_cluster import RAY_MARKS
+from tests.support.refusals import refuses
 
 pytestmark = RAY_MARKS
 
@@ -176,20 +177,17 @@ def test_no_method_of_a_buffer_is_missing() -> None:
 @pytest.mark.pitfall("TH12")
 def test_errors_have_their_own_type(rb: RayReplayBuffer) -> None:
     """TH12: ``except ValueError`` works across the actor."""
-    with pytest.raises(RuntimeError, match="empty storage"):
-        rb.sample()
+    refuses(RuntimeError, "empty storage", rb.sample)
     rb.extend(make_rows(0, 3))
     with pytest.raises(ValueError, match="observation") as caught:
         rb.extend(make_rows(0, 3).exclude("observation"))
     assert type(caught.value) is SchemaError
-    with pytest.raises(KeyError, match="unknown"):
-        rb.set_("unknown", torch.zeros(3))
+    refuses(KeyError, "unknown", rb.set_, "unknown", torch.zeros(3))
     with pytest.raises(IndexError):
         _ = rb[7]
     with pytest.raises(TypeError):
         rb.sample(nothing=1)
-    with pytest.raises(ValueError, match="batch_size"):
-        rb.sample(0)
+    refuses(ValueError, "batch_size", rb.sample, 0)
     with pytest.raises(AttributeError):
         _ = rb.nonsense
     with pytest.warns(UserWarning, match="has no priorities"):
@@ -197,12 +195,9 @@ def test_errors_have_their_own_type(rb: RayReplayBuffer) -> None:
     with pytest.warns(DeprecationWarning, match="include_info"):
         assert "index" not in rb.sample(include_info=False)
     assert len(rb) == 3
-    with pytest.raises(TypeError, match="storage must be"):
-        Host(ReplayBuffer, {"storage": 3}).ready()
-    with pytest.raises(ValueError, match="expected prefetch"):
-        rb.client(prefetch=-1)
-    with pytest.raises(ValueError, match="write_seconds"):
-        rb.client(write_seconds=0)
+    refuses(TypeError, "storage must be", Host(ReplayBuffer, {"storage": 3}).ready)
+    refuses(ValueError, "expected prefetch", rb.client, prefetch=-1)
+    refuses(ValueError, "write_seconds", rb.client, write_seconds=0)
 
 
 def test_a_large_batch_is_mapped_and_not_copied(rb: RayReplayBuffer) -> None:
@@ -241,8 +236,7 @@ def test_a_handle_goes_to_others_and_does_not_end_the_actor(
         handle.extend(make_rows(start, 4))
         return len(handle), handle.sample(2)["id"].shape
 
-    with pytest.raises(TypeError, match="client"):
-        pickle.dumps(rb)
+    refuses(TypeError, "client", pickle.dumps, rb)
     handle = rb.client()
     assert ray_cluster.get(collect.remote(handle, 0), timeout=120) == (4, (2,))
     del handle
@@ -277,8 +271,7 @@ def test_a_data_set_behind_ray(make: Any, tmp_path: Path) -> None:
     assert same(remote.sample(), local.sample())
     assert remote.data_path == local.data_path
     assert remote.dataset_id == "mine/recorded"
-    with pytest.raises(RuntimeError, match="allow writing"):
-        remote.extend(local[:3])
+    refuses(RuntimeError, "allow writing", remote.extend, local[:3])
 
 
 def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyPatch):
@@ -315,8 +308,7 @@ def test_plain_actor_matches_local_buffer(ray_cluster: Any, tmp_path: Path) -> N
         assert same(call(remote.sample.remote(size))["id"], local.sample(size)["id"])
     with pytest.raises(ValueError, match="'next', 'done'"):
         call(remote.extend.remote(make_rows(0, 2).exclude(("next", "done"))))
-    with pytest.raises(KeyError, match="unknown"):
-        call(remote.set_.remote("unknown", torch.zeros(2)))
+    refuses(KeyError, "unknown", call, remote.set_.remote("unknown", torch.zeros(2)))
     ray_cluster.kill(remote)
 
 
@@ -334,10 +326,8 @@ def test_the_options_reach_ray(ray_cluster: Any):
 
 def test_without_ray_the_extra_is_named(monkeypatch: Any):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'replaykit\[ray\]'"):
-        ReplayBuffer.as_remote()
-    with pytest.raises(RuntimeError, match="ray"):
-        TensorDictReplayBuffer.as_remote({"num_cpus": 1})
+    refuses(RuntimeError, r"pip install 'replaykit\[ray\]'", ReplayBuffer.as_remote)
+    refuses(RuntimeError, "ray", TensorDictReplayBuffer.as_remote, {"num_cpus": 1})
 
 
 @pytest.mark.pitfall("TH10")
@@ -440,18 +430,15 @@ def test_one_bad_write_among_others_is_refused_alone(rb: RayReplayBuffer) -> Non
     handle = rb.client(write_rows=8, write_seconds=60)
     errors = enumerate((1.0, -1.0, 2.0))
     results = [handle.add(make_rows(n, 1, td_error=torch.full((1,), e))[0]) for n, e in errors]
-    with pytest.raises(ValueError, match=r"priorit"):
-        results[1].result()
+    refuses(ValueError, r"priorit", results[1].result)
     handle.flush()
     assert [results[0].result(), results[2].result()] == [0, 1]
     handle.add(make_rows(7, 1, td_error=torch.full((1,), -1.0))[0])
-    with pytest.raises(ValueError, match=r"priorit"):
-        handle.flush()
+    refuses(ValueError, r"priorit", handle.flush)
     assert rb["id"].tolist() == [0, 2]
     other = handle.add(make_rows(8, 1)[0])  # of another layout
     assert handle.add(make_rows(9, 1, td_error=torch.ones(1))[0]).result() == 2
-    with pytest.raises(ValueError, match="td_error"):
-        other.result()
+    refuses(ValueError, "td_error", other.result)
 
 
 def test_writes_changed_by_transforms_are_sent_singly(rb: RayReplayBuffer) -> None:
@@ -483,12 +470,10 @@ def test_close_loses_nothing_and_leaves_ray_running(
     assert not buffer.is_alive
     assert ray_cluster.is_initialized()
     for call in (len, lambda b: b.sample(), lambda b: b.client(), lambda b: b.batch_size):
-        with pytest.raises(RuntimeError, match="closed"):
-            call(buffer)
+        refuses(RuntimeError, "closed", call, buffer)
     with pytest.raises(ActorLost):
         len(handle)
-    with pytest.raises(RuntimeError, match="actor"):
-        other.sample()
+    refuses(RuntimeError, "actor", other.sample)
     until = time.monotonic() + 60
     while True:
         try:
@@ -503,8 +488,7 @@ def test_close_loses_nothing_and_leaves_ray_running(
 
 def test_request_to_an_empty_buffer_is_sent_again(rb: RayReplayBuffer) -> None:
     handle = rb.client(prefetch=2)
-    with pytest.raises(RuntimeError, match="empty"):
-        handle.sample()
+    refuses(RuntimeError, "empty", handle.sample)
     rb.extend(make_rows(0, 10))
     assert handle.sample().shape == (4,)
     ahead = handle.sample_async()
@@ -523,8 +507,7 @@ def test_close_reports_errors_of_all_handles_even_deleted_ones(make: Any) -> Non
     buffer.client().extend_async(make_rows(3, 2).exclude("observation"))
     gc.collect()
     buffer.extend_async(make_rows(3, 2).exclude("id"))
-    with pytest.raises(ValueError, match=r"'id'.*2 more writes have failed.*'observation'"):
-        buffer.close()
+    refuses(ValueError, r"'id'.*2 more writes have failed.*'observation'", buffer.close)
     assert not buffer.is_alive
     buffer.close()
 
@@ -648,5 +631,4 @@ def test_samples_and_writes_wait_for_each_other_in_the_actor(
         [rb.extend(make_rows(40, 8), timeout=0.5) for _ in range(5)]
     monkeypatch.setattr("replaykit.distributed.ray_buffer._SETTLING_SECONDS", 0.1)
     rb.extend_async(make_rows(48, 8))
-    with pytest.raises(RuntimeError, match="wait for samples"):
-        rb.close()
+    refuses(RuntimeError, "wait for samples", rb.close)

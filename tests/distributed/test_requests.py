@@ -19,6 +19,7 @@ from replaykit.sharding import ShardSilent
 from tests.distributed.laws import episodes, running
 from tests.distributed.stand_in import Ray
 from tests.distributed.test_members import Silent
+from tests.support.refusals import refuses
 
 
 class Answer:
@@ -81,10 +82,8 @@ def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
         return answers
 
     ahead = RequestQueue(refused, depth=2)
-    with pytest.raises(RuntimeError, match=r"request 1$"):
-        ahead.next()
-    with pytest.raises(RuntimeError, match=r"request 4$"):
-        ahead.next()
+    refuses(RuntimeError, r"request 1$", ahead.next)
+    refuses(RuntimeError, r"request 4$", ahead.next)
     ahead._request = actor.request
     with pytest.raises(TimeoutError):
         ahead.next(timeout=0.0)
@@ -158,8 +157,7 @@ def test_error_of_an_early_request_reaches_no_other_request() -> None:
     actor.answer(*(RuntimeError(f"request {number}") for number in range(3)))
     assert first.is_ready()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="request 0"):
-            first.get()
+        refuses(RuntimeError, "request 0", first.get)
     second = ahead.take()
     assert not second.is_ready()  # two failed before it was asked for
     actor.answer()
@@ -190,8 +188,7 @@ def test_waiting_for_an_answer_does_not_block_other_threads(
     reply = Joint() if joint else Reply(object())
     with running(reply.get):
         assert asked.wait(30)
-        with pytest.raises(TimeoutError, match=r"within 0\.01 seconds"):
-            reply.get(0.01)
+        refuses(TimeoutError, r"within 0\.01 seconds", reply.get, 0.01)
         come.set()
     assert reply.get(0.0) == "there"
 
@@ -280,27 +277,22 @@ def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:
 def test_errors_are_raised_in_the_requesting_call(sharded: Any) -> None:
     """Also of a batch that was asked for too early; what comes after is drawn."""
     rb = sharded(2, batch_size=4, prefetch=2)
-    with pytest.raises(RuntimeError, match="empty storage"):
-        rb.sample()
+    refuses(RuntimeError, "empty storage", rb.sample)
     result = rb.sample_async()
-    with pytest.raises(RuntimeError, match="empty storage"):
-        result.result()
+    refuses(RuntimeError, "empty storage", result.result)
     rb.extend(TensorDict({"x": torch.arange(6)}, [6]))
     assert rb.sample().shape == (4,)
-    with pytest.raises(RuntimeError, match="empty storage"):
-        result.result()
+    refuses(RuntimeError, "empty storage", result.result)
     for kind in (OSError, TimeoutError):
         for holder in (shard.holder for shard in rb._members.shards):
             holder.draw = functools.partial(fails, kind)
         for _ in range(2):  # those under way are whole
             assert rb.sample().shape == (4,)
-        with pytest.raises(kind, match="a broken shard"):
-            rb.sample()
+        refuses(kind, "a broken shard", rb.sample)
         for holder in (shard.holder for shard in rb._members.shards):
             del holder.draw
         assert rb.sample().shape == (4,)
-    with pytest.raises(ValueError, match="prefetch as an int of at least 0, got -1"):
-        sharded(2, prefetch=-1)
+    refuses(ValueError, "prefetch as an int of at least 0, got -1", sharded, 2, prefetch=-1)
 
 
 def fails(kind: type[Exception], *args: Any) -> Any:
@@ -316,8 +308,7 @@ def test_late_batch_is_returned_by_a_later_call(sharded: Any) -> None:
     for _ in range(2):
         assert alike(ahead.sample(), plain.sample())
     expected = plain.sample()
-    with pytest.raises(ShardSilent, match="shard 1"):
-        ahead.sample()
+    refuses(ShardSilent, "shard 1", ahead.sample)
     assert alike(ahead.sample(), expected)
 
 

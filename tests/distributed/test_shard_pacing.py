@@ -31,6 +31,7 @@ from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
 from tests.pace.calls import counts, numbers, started
+from tests.support.refusals import refuses
 
 
 def waiting(rb: Any, count: int) -> None:
@@ -162,19 +163,15 @@ def test_a_call_that_waited_in_vain_has_changed_nothing(sharded: Any) -> None:
     assert 0.19 < time.monotonic() - begun < 5
     assert 0.01 < one.stats()["insert_blocked_s"] < 5
     assert torch.equal(one.sample()["number"], other.sample()["number"])
-    with pytest.raises(RateLimiterTimeout, match="sample of 2 rows waited 0 s for inserts"):
-        one.sample(timeout=0)
+    refuses(RateLimiterTimeout, "sample of 2 rows waited 0 s for inserts", one.sample, timeout=0)
     for rb in (one, other):
         rb.extend(numbers(3, 1))
     assert torch.equal(one.sample()["number"], other.sample()["number"])
     assert torch.equal(one[:]["number"], other[:]["number"])  # dealt as if nothing had been
     for refused in (lambda: one.extend(numbers(0, 4)), lambda: one.extend_async(numbers(0, 4))):
-        with pytest.raises(ValueError, match="at most 3 rows at once, got 4"):
-            refused()
-    with pytest.raises(ValueError, match="at most 3 rows at once, got 4"):
-        one.sample(4)
-    with pytest.raises(ValueError, match="at least 0 seconds"):
-        one.sample(timeout=-1)
+        refuses(ValueError, "at most 3 rows at once, got 4", refused)
+    refuses(ValueError, "at most 3 rows at once, got 4", one.sample, 4)
+    refuses(ValueError, "at least 0 seconds", one.sample, timeout=-1)
 
 
 def test_bad_rows_are_refused_before_anything_waits(sharded: Any) -> None:
@@ -197,13 +194,10 @@ def test_a_write_that_timed_out_has_not_fixed_how_rows_look(sharded: Any) -> Non
 
 
 def test_invalid_rate_limiters_and_timeouts_are_refused(sharded: Any) -> None:
-    with pytest.raises(TypeError, match="rate_limiter as a RateLimiter, got int"):
-        sharded(2, rate_limiter=3)
-    with pytest.raises(ValueError, match="capacity of 20"):
-        sharded(2, 10, rate_limiter=RateLimiter.min_size(21))
+    refuses(TypeError, "rate_limiter as a RateLimiter, got int", sharded, 2, rate_limiter=3)
+    refuses(ValueError, "capacity of 20", sharded, 2, 10, rate_limiter=RateLimiter.min_size(21))
     assert "inserts" not in sharded(2).stats()
-    with pytest.raises(ValueError, match="timeout"):
-        sharded(2).extend(numbers(0, 1), timeout=-1)
+    refuses(ValueError, "timeout", sharded(2).extend, numbers(0, 1), timeout=-1)
 
 
 def test_rows_that_are_there_to_begin_with_count(tmp_path: Path, sharded: Any) -> None:
@@ -214,8 +208,7 @@ def test_rows_that_are_there_to_begin_with_count(tmp_path: Path, sharded: Any) -
     rb.loads(tmp_path / "saved")
     assert counts(rb) == (14, 0)
     bad = {**rb.state_dict(), "pace": {"inserts": -1, "samples": 0}}
-    with pytest.raises(ValueError, match="rate limiter"):
-        rb.load_state_dict(bad)
+    refuses(ValueError, "rate limiter", rb.load_state_dict, bad)
     assert (counts(rb), len(rb)) == ((14, 0), 40)
     plain.load_state_dict(sharded(2, rate_limiter=RateLimiter.queue(4)).state_dict())
     assert len(plain) == 0
@@ -316,10 +309,8 @@ def test_only_writes_wait_for_delayed_writes(
     assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     lost = rb.extend_async(numbers(7, 3))
     monkeypatch.setattr(sharded_buffer, "_FLUSH_S", 0.05)
-    with pytest.raises(RuntimeError, match="still had to wait for samples when the buffer was clo"):
-        rb.close()
-    with pytest.raises(RuntimeError, match="shut down"):
-        lost.result(20)
+    refuses(RuntimeError, "still had to wait for samples when the buffer was clo", rb.close)
+    refuses(RuntimeError, "shut down", lost.result, 20)
 
 
 def test_event_loop_continues_while_many_calls_wait(sharded: Any) -> None:

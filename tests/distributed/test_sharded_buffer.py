@@ -30,6 +30,7 @@ from replaykit.pace import INSERT, SAMPLE
 from replaykit.sharding import ShardLossWarning
 from tests.distributed.laws import chi_square, counts, episodes
 from tests.ray_cluster import RAY_MARKS
+from tests.support.refusals import refuses
 
 pytestmark = RAY_MARKS
 
@@ -88,8 +89,7 @@ def test_two_actors_are_one_buffer(
     rb.cut(0)
     with pytest.raises(SchemaError, match="key 'wide': expected float32"):
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
-    with pytest.raises(IndexError, match="got 99 at 0"):
-        rb.update_priority(torch.tensor([99]), 1.0)
+    refuses(IndexError, "got 99 at 0", rb.update_priority, torch.tensor([99]), 1.0)
     assert torch.equal(rb[torch.tensor([7, 2])]["x"], torch.tensor([7, 2]))
     seen = {"index": torch.tensor([7, 2, 3]), "generation": torch.tensor([0, 0, 1])}
     patch = {"wide": torch.full((3, 300), 0.5)}
@@ -104,8 +104,7 @@ def test_two_actors_are_one_buffer(
 
     assert ray_cluster.get(elsewhere.remote(rb.client())) < 30
     assert len(rb) == 30
-    with pytest.raises(TypeError, match=r"send buffer\.client\(\)"):
-        pickle.dumps(rb)
+    refuses(TypeError, r"send buffer\.client\(\)", pickle.dumps, rb)
 
     rb.dumps(tmp_path / "all")
     _until(lambda: _saved(tmp_path / "own") == 30)  # by themselves, the newest rows too
@@ -141,10 +140,8 @@ def test_two_actors_are_one_buffer(
     assert type(refused.value) is FileExistsError
     client = rb.client(on_loss=losses.append)
     rb.close()
-    with pytest.raises(RuntimeError, match="shut down"):
-        rb.sample()
-    with pytest.raises(RuntimeError, match="the shards have ended"):
-        client.sample()
+    refuses(RuntimeError, "shut down", rb.sample)
+    refuses(RuntimeError, "the shards have ended", client.sample)
 
 
 def _saved(folder: Path) -> int:
@@ -219,8 +216,7 @@ def test_clients_in_other_processes_keep_each_others_pace(
 
     task = ray_cluster.remote(num_cpus=0, max_retries=0)
     client = pickle.loads(pickle.dumps(paced.client()))
-    with pytest.raises(RateLimiterTimeout, match="a sample of 4 rows waited"):
-        paced.sample(timeout=0.1)
+    refuses(RateLimiterTimeout, "a sample of 4 rows waited", paced.sample, timeout=0.1)
     writes = [task(write).remote(client, 12) for _ in range(2)]
     for _ in range(33):  # 144 - 132 is 12, below which no further sample of 4 would go on
         paced.sample(timeout=100)
@@ -239,8 +235,7 @@ def test_clients_in_other_processes_keep_each_others_pace(
     paced.sample(12, timeout=100)
     with pytest.raises(RateLimiterTimeout):
         client.extend(torch.zeros(7), timeout=0)
-    with pytest.raises(ValueError, match="at most 24 rows at once, got 30"):
-        client.sample(30)
+    refuses(ValueError, "at most 24 rows at once, got 30", client.sample, 30)
     assert client.add_async(torch.zeros(())).result(100) is not None
     assert counts() == (79, 144)
     ray_cluster.cancel(waits, force=True)
@@ -268,5 +263,4 @@ def test_clients_in_other_processes_keep_each_others_pace(
         held.extend(torch.zeros(3), timeout=0)
     held.extend_async(torch.zeros(3))
     paced.close()
-    with pytest.raises(RuntimeError, match="the shards have ended"):
-        held.flush()
+    refuses(RuntimeError, "the shards have ended", held.flush)

@@ -25,6 +25,7 @@ from replaykit.distributed.sharded_client import REFUSED
 from replaykit.errors import SchemaError
 from tests.distributed.laws import episodes
 from tests.distributed.test_shard_saves import steps, windows
+from tests.support.refusals import refuses
 
 
 class Halved(Transform):
@@ -46,17 +47,14 @@ def test_every_name_of_a_buffer_is_there_or_is_refused_with_a_reason(sharded: An
                 getattr(handle, name)
             assert reason in str(found.value)
             assert not hasattr(handle, name)
-        with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
-            print(handle.nothing)
+        refuses(AttributeError, "object has no attribute 'nothing'", lambda h=handle: h.nothing)
         with pytest.raises(TypeError, match="update_if_present"):
             handle[0] = torch.zeros(())
     assert rb.initialized
-    with pytest.raises(TypeError, match="client"):
-        copy.deepcopy(rb)
+    refuses(TypeError, "client", copy.deepcopy, rb)
     client = copy.copy(rb.client())
     assert client.num_shards == 2
-    with pytest.raises(TypeError, match="client"):
-        pickle.dumps(rb)
+    refuses(TypeError, "client", pickle.dumps, rb)
 
 
 def test_rows_get_the_default_priority_of_one_big_buffer(sharded: Any, single: Any) -> None:
@@ -106,8 +104,7 @@ def test_rows_are_read_by_index_place_mask_and_key(sharded: Any) -> None:
     assert rb[...]["x"].shape == (8,)
     assert rb[::-3]["x"].tolist() == [70, 40, 10]
     assert rb[[]].shape == (0,)
-    with pytest.raises(KeyError, match=r"no key 'y'; there are 'x', \('next', 'reward'\)"):
-        rb["y"]
+    refuses(KeyError, r"no key 'y'; there are 'x', \('next', 'reward'\)", lambda: rb["y"])
     with pytest.raises(IndexError, match=r"mask of shape \[8\], got \[3\]"):
         rb[torch.ones(3, dtype=torch.bool)]
     keyed = sharded(4, shard_key="x")
@@ -149,16 +146,13 @@ def test_invalid_arguments_are_refused_before_shards_are_made(
         made.append(None)
         return LazyTensorStorage(10)
 
-    with pytest.raises(error, match=f"expected {name} as"):
-        sharded(2, storage=storage, **{name: value})
+    refuses(error, f"expected {name} as", sharded, 2, storage=storage, **{name: value})
     assert not made
     rb = sharded(2)
     if name != "batch_size":
-        with pytest.raises(error, match=f"expected {name} as"):
-            rb.client(**{name: value})
+        refuses(error, f"expected {name} as", rb.client, **{name: value})
     if name == "generator":
-        with pytest.raises(error, match=f"expected {name} as"):
-            rb.set_rng(value)
+        refuses(error, f"expected {name} as", rb.set_rng, value)
 
 
 ROWS = 12
@@ -237,11 +231,9 @@ def test_refused_patch_changes_nothing(sharded: Any) -> None:
         (TypeError, "mapping", {"patch": 3}),
     ]:
         asked = {"patch": {("deep", "y"): torch.ones(2, 2)}, **where, **change}
-        with pytest.raises(error, match=match):
-            rb.update_if_present(**asked)
+        refuses(error, match, rb.update_if_present, **asked)
     assert (rb[:] == before).all()
-    with pytest.raises(RuntimeError, match="track_generations=True"):
-        sharded(2).update_if_present(patch={}, **where)
+    refuses(RuntimeError, "track_generations=True", sharded(2).update_if_present, patch={}, **where)
 
 
 def test_rows_of_a_shard_that_was_restarted_are_stale(sharded: Any, tmp_path: Any) -> None:
@@ -270,8 +262,7 @@ def test_stored_rows_may_look_other_than_those_that_were_given(sharded: Any) -> 
     patch = {"half": torch.full((4,), 7.0)}
     assert rb.update_if_present(patch=patch, **given).updated.all()
     assert rb[:]["half"].tolist() == [7.0] * 4
-    with pytest.raises(KeyError, match="no column 'half'"):
-        other.update_if_present(patch=patch, **given)
+    refuses(KeyError, "no column 'half'", other.update_if_present, patch=patch, **given)
 
 
 def held_back() -> Any:
@@ -341,14 +332,12 @@ def test_an_unknown_stream_is_refused_before_any_is_cut(sharded: Any) -> None:
     rb, one = streams(sharded, 3)
     write_steps((rb, one), 0)
     for buffer in (rb, one):
-        with pytest.raises(IndexError, match="stored rows, got"):
-            buffer.cut([1, 77])
+        refuses(IndexError, "stored rows, got", buffer.cut, [1, 77])
     write_steps((rb,), 3)
     assert (102, 103) in windows(rb)
     plain = sharded(2)
     plain.extend(torch.arange(4))
-    with pytest.raises(IndexError, match=r"lanes in \[0, 1\)"):
-        plain.cut(1)
+    refuses(IndexError, r"lanes in \[0, 1\)", plain.cut, 1)
     plain.cut(0)
 
 
@@ -385,15 +374,13 @@ def test_rows_before_transforms_have_the_same_layout_in_all_shards(
     rb, other = (sharded(count, transform_factory=Halved) for count in (3, 2))
     rb.add(rows(torch.float32, 1)[0])
     for client in (rb, rb.client()):
-        with pytest.raises(SchemaError, match="expected float32"):
-            client.add(rows(torch.float64, 1)[0])
+        refuses(SchemaError, "expected float32", client.add, rows(torch.float64, 1)[0])
     assert rb.stats()["shards"] == [1, 0, 0]
     rb.dumps(tmp_path)
     other.extend(rows(torch.float64, 2))
     other.loads(tmp_path)
     for client in (other, other.client()):
-        with pytest.raises(SchemaError, match="expected float32"):
-            client.extend(rows(torch.float64, 2))
+        refuses(SchemaError, "expected float32", client.extend, rows(torch.float64, 2))
         client.extend(rows(torch.float32, 2))
     assert len(other) == 5
     assert other[:]["x"].dtype is torch.float32

@@ -25,6 +25,7 @@ from replaykit.errors import ActorLost, SchemaError
 from replaykit.sharding import ShardSilent
 from tests.distributed.laws import numbered, running
 from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +51,7 @@ def test_each_unread_error_is_raised_once() -> None:
         box.put(fails(number))
     box.put(fails(3)).seen = True  # its error was read
     for number in range(3):
-        with pytest.raises(ValueError, match=f"write {number}"):
-            box.flush()
+        refuses(ValueError, f"write {number}", box.flush)
     box.flush()
 
 
@@ -71,8 +71,7 @@ def test_interrupt_while_a_write_is_sent_leaves_it_in_the_queue(together: int) -
             write()
     finally:
         signal.signal(SIGINT, before)
-    with pytest.raises(ValueError, match="it was sent"):
-        box.flush()
+    refuses(ValueError, "it was sent", box.flush)
 
 
 def test_each_error_is_raised_in_one_thread_only() -> None:
@@ -218,8 +217,7 @@ def test_only_later_writes_wait_for_pending_writes(gated: tuple[Any, Gate], tmp_
     assert rb.sample().shape == (4,)
     assert not first.done()
     assert not second.done()
-    with pytest.raises(ShardSilent, match=r"within 0\.01 s"):
-        first.result(0.01)
+    refuses(ShardSilent, r"within 0\.01 s", first.result, 0.01)
     threading.Timer(0.1, gate.open.set).start()
     rb.update_priority(torch.tensor([11]), 5.0)  # of a row that is under way, and checked later
     assert second.done()
@@ -256,8 +254,7 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
     rb, gate = gated
     gate.open.set()
     gate.error = OSError("a broken shard")
-    with pytest.raises(OSError, match="a broken shard"):
-        rb.extend_async(numbered(4, 2)).result()
+    refuses(OSError, "a broken shard", rb.extend_async(numbered(4, 2)).result)
     gate.error = None
     rb.extend(numbered(4, 2))  # told already
     for write in (rb.extend, rb.extend_async, lambda rows: rb.flush()):
@@ -269,16 +266,13 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
             time.sleep(0.001)
         gate.error = None
         dealt, came = rb._router.dealt, gate.came
-        with pytest.raises(OSError, match="a broken shard"):
-            write(numbered(8, 2))
+        refuses(OSError, "a broken shard", write, numbered(8, 2))
         assert (rb._router.dealt, gate.came) == (dealt, came)  # not dealt, not sent
         rb.extend(numbered(8, 2))
-        with pytest.raises(OSError, match="a broken shard"):
-            failed.result()
+        refuses(OSError, "a broken shard", failed.result)
     gate.error = OSError("a broken shard")
     rb.extend_async(numbered(6, 2))
-    with pytest.raises(OSError, match="a broken shard"):
-        rb.close()
+    refuses(OSError, "a broken shard", rb.close)
     assert not rb.is_alive
     rb.close()
 

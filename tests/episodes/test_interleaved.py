@@ -34,6 +34,7 @@ from replaykit.episodes import (
     Head,
     Needs,
 )
+from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
 
@@ -235,8 +236,7 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
     begins, lasts, codes, heads = index.episodes_at(time_, lane)
     found = index.around(slots.numpy()).tolist()
     assert found == [part.tolist() for part in (time_, lane, begins, lasts, codes, heads)]
-    with pytest.raises(IndexError, match="stored"):
-        index.around(np.array([len(model.rows)]))
+    refuses(IndexError, "stored", index.around, np.array([len(model.rows)]))
     numbers = index.rows(CountLaw(1, 0), np.arange(len(model.rows)))
     lanes = [row for key in sorted(model.lanes) for row in model.lanes[key].rows]
     assert ledger.positions(torch.from_numpy(numbers)).tolist() == [row.position for row in lanes]
@@ -399,28 +399,21 @@ def test_lane_keys_may_have_any_dtype_and_shape(keys: torch.Tensor) -> None:
 
 
 def test_bad_input_is_refused_before_anything_changed() -> None:
-    with pytest.raises(ValueError, match="ndim=1"):
-        LazyTensorStorage(8, ndim=2, lane_key="env")
-    with pytest.raises(ValueError, match="ndim=1"):
-        LazyMemmapStorage(8, ndim=2, lane_key="env")
-    with pytest.raises(TypeError, match="key"):
-        LazyTensorStorage(8, lane_key=3)
+    refuses(ValueError, "ndim=1", LazyTensorStorage, 8, ndim=2, lane_key="env")
+    refuses(ValueError, "ndim=1", LazyMemmapStorage, 8, ndim=2, lane_key="env")
+    refuses(TypeError, "key", LazyTensorStorage, 8, lane_key=3)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key=("collector", "env")))
     for wrong in (stream([0, 1]), torch.zeros(2)):
-        with pytest.raises(KeyError, match="lane_key"):
-            buffer.extend(wrong)
+        refuses(KeyError, "lane_key", buffer.extend, wrong)
         assert not buffer.storage.initialized
         assert len(buffer) == buffer.write_count == 0
-    with pytest.raises(KeyError, match="'x'"):
-        TensorStorage(TensorDict({"y": torch.zeros(3)}, [3]), lane_key="x")
+    refuses(KeyError, "'x'", TensorStorage, TensorDict({"y": torch.zeros(3)}, [3]), lane_key="x")
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
     buffer.cut()
     buffer.cut(7)
     buffer.extend(stream([0, 1]))
-    with pytest.raises(IndexError, match="got 7"):
-        buffer.cut(7)
-    with pytest.raises(TypeError, match="int64"):
-        buffer.cut(torch.tensor([0.5]))
+    refuses(IndexError, "got 7", buffer.cut, 7)
+    refuses(TypeError, "int64", buffer.cut, torch.tensor([0.5]))
 
 
 def test_rows_without_the_key_are_not_loaded(tmp_path: Path) -> None:
@@ -428,8 +421,7 @@ def test_rows_without_the_key_are_not_loaded(tmp_path: Path) -> None:
     plain.extend(stream([0, 1], key="other"))
     plain.dumps(tmp_path / "saved")
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"))
-    with pytest.raises(KeyError, match="lane_key"):
-        buffer.loads(tmp_path / "saved")
+    refuses(KeyError, "lane_key", buffer.loads, tmp_path / "saved")
     assert not buffer.storage.initialized
 
 

@@ -31,6 +31,7 @@ from replaykit import (
     split_trajectories,
 )
 from replaykit.ted import end_flags, unused_flags
+from tests.support.refusals import refuses
 
 KINDS = (("done",), ("terminated", "truncated"), ("done", "terminated", "truncated"))
 
@@ -276,8 +277,7 @@ def test_observations_that_do_not_go_on_are_refused_inside_an_episode_alone() ->
     assert torch.equal(rb[:]["next", "obs"], rows["next", "obs"])
     rows["done"][:] = False
     rb = _seeded(storage=LazyTensorStorage(20, dedup_next=["obs"]))
-    with pytest.raises(ValueError, match="row 5: expected the value that row 4 has"):
-        rb.extend(rows)
+    refuses(ValueError, "row 5: expected the value that row 4 has", rb.extend, rows)
 
 
 def _saved_before(state: dict[str, Any]) -> dict[str, Any]:
@@ -324,8 +324,7 @@ def test_saved_root_flags_are_loaded_unchanged(tmp_path: Any) -> None:
     assert torch.equal(twin.episodes.begin(index), rb.episodes.begin(index))
     state = rb.state_dict()
     state["_writer"]["_episodes"]["root_flags"] = 1
-    with pytest.raises(ValueError, match="root_flags as True, got 1"):
-        twin.load_state_dict(state)
+    refuses(ValueError, "root_flags as True, got 1", twin.load_state_dict, state)
 
 
 def test_a_recovered_buffer_knows_its_episodes(tmp_path: Any) -> None:

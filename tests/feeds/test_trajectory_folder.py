@@ -33,6 +33,7 @@ from replaykit.episodes import EndReason, Head
 from replaykit.errors import CheckpointError, RateLimiterTimeout, SchemaError
 from replaykit.feeds import trajectory_folder
 from tests.feeds.trajectories import buffer_of, files_in, rows_of, steps_in
+from tests.support.refusals import refuses
 
 
 def write(root: Path, *lengths: int, stream: int = 0, start: int = 0, **more: Any) -> int:
@@ -133,8 +134,7 @@ def test_the_owner_keeps_the_youngest_files_and_all_protected_ones(tmp_path: Pat
     assert len(files_in(tmp_path)) == 10, "it is not the owner"
     assert other.ready
     assert not TrajectoryFolder(tmp_path, buffer_of(), min_files=1).ready
-    with pytest.raises(RuntimeError, match="only the owner"):
-        other.delete()
+    refuses(RuntimeError, "only the owner", other.delete)
     owner = TrajectoryFolder(tmp_path, buffer_of(), max_files=3, owner=True)
     with pytest.warns(UserWarning, match="2 damaged"):
         assert owner.refresh() == 18
@@ -292,8 +292,7 @@ def test_a_chunk_that_does_not_fit_is_named_and_the_ones_before_are_stored(tmp_p
         writer._name = "f" * 16
         writer.extend(rows_of(1, 0, 3, [2]).exclude("half"))
     for _ in range(2):
-        with pytest.raises(SchemaError, match=r"f{16}-0-00000000\.safetensors: key 'half'"):
-            folder.refresh()
+        refuses(SchemaError, r"f{16}-0-00000000\.safetensors: key 'half'", folder.refresh)
         assert steps_in(rb[:]) == [(0, step) for step in range(3)]
     owner = TrajectoryFolder(tmp_path, rb, owner=True, max_files=1)
     owner.load_state_dict(folder.state_dict())
@@ -415,13 +414,11 @@ def test_a_restarted_learner_reads_only_new_chunks(tmp_path: Path) -> None:
     rb.loads(saved)
     assert len(rb) == 600
     rb.dumps(saved)
-    with pytest.raises(CheckpointError, match="has no progress of a folder"):
-        folder.loads(saved)
+    refuses(CheckpointError, "has no progress of a folder", folder.loads, saved)
     state = folder.state_dict()
     with pytest.raises(ValueError, match="partition 'protected', got 'fifo'"):
         TrajectoryFolder(root, rb, partition="protected").load_state_dict(state)
-    with pytest.raises(ValueError, match="expected files as an int"):
-        folder.load_state_dict({**state, "files": "3"})
+    refuses(ValueError, "expected files as an int", folder.load_state_dict, {**state, "files": "3"})
     assert folder.state_dict() == state
 
 
@@ -463,8 +460,7 @@ def test_mixtures_loaders_and_lists_take_fed_buffers(tmp_path: Path) -> None:
     assert set(streams.tolist()) == {1, 2}
     ranks = [BufferDataset(fresh, 8, steps=5, rank=rank, world_size=2) for rank in range(2)]
     assert sum(len(batch) for dataset in ranks for batch in dataset) == 5 * 8 * 2
-    with pytest.raises(RuntimeError, match="batch"):
-        BufferDataset(ReplayBuffer(storage=LazyTensorStorage(3)))
+    refuses(RuntimeError, "batch", BufferDataset, ReplayBuffer(storage=LazyTensorStorage(3)))
     rows = ReplayBuffer(storage=ListStorage(100), collate_fn=torch.stack)
     assert TrajectoryFolder(tmp_path, rows).refresh() == 40
     assert steps_in(rows[:]) == [(1, step) for step in range(40)]

@@ -23,6 +23,7 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Head
 from tests.feeds.trajectories import buffer_of, rows_of, steps_in
+from tests.support.refusals import refuses
 
 Array = np.ndarray[Any, Any]
 
@@ -136,17 +137,15 @@ def test_amago_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     ):
         AmagoTrajectories(tmp_path).load(0)
     np.savez(tmp_path / "a", rews=np.zeros((3, 1)))
-    with pytest.raises(ValueError, match=r"a\.npz: it has no array 'time_idxs'"):
-        AmagoTrajectories(tmp_path).tags(0)
+    refuses(
+        ValueError, r"a\.npz: it has no array 'time_idxs'", AmagoTrajectories(tmp_path).tags, 0
+    )
     np.savez(tmp_path / "a", rews=np.array([{}]))
-    with pytest.raises(ValueError, match="'rews' holds pickled objects"):
-        AmagoTrajectories(tmp_path).length(0)
+    refuses(ValueError, "'rews' holds pickled objects", AmagoTrajectories(tmp_path).length, 0)
     (tmp_path / "a.npz").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"a\.npz: File is not a zip file"):
-        AmagoTrajectories(tmp_path).length(0)
+    refuses(ValueError, r"a\.npz: File is not a zip file", AmagoTrajectories(tmp_path).length, 0)
     (tmp_path / "b.traj").write_bytes(pickle.dumps({}))
-    with pytest.raises(ValueError, match=r"b\.traj is a pickle, .* save_trajs_as='npz'"):
-        AmagoTrajectories(tmp_path)
+    refuses(ValueError, r"b\.traj is a pickle, .* save_trajs_as='npz'", AmagoTrajectories, tmp_path)
     with pytest.raises(FileNotFoundError):
         AmagoTrajectories(tmp_path / "none")
 
@@ -184,17 +183,14 @@ def test_emote_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     ):
         EmoteTable(path)
     emote(path, {1: 3})
-    with pytest.raises(ValueError, match="has no column 'torques', only"):
-        EmoteTable(path, actions="torques")
+    refuses(ValueError, "has no column 'torques', only", EmoteTable, path, actions="torques")
     with pytest.raises(ValueError, match="column 'terminal' has 1 values in episode 1, expected 3"):
         EmoteTable(path, rewards="terminal").load(0)
     emote(path, {1: 3}, ids=[1, 2])
-    with pytest.raises(ValueError, match="column 'actions' lacks episode 2"):
-        EmoteTable(path).length(1)
+    refuses(ValueError, "column 'actions' lacks episode 2", EmoteTable(path).length, 1)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("data.pickle", pickle.dumps({}))
-    with pytest.raises(ValueError, match="of the pickled version"):
-        EmoteTable(path)
+    refuses(ValueError, "of the pickled version", EmoteTable, path)
     with pytest.raises(FileNotFoundError):
         EmoteTable(tmp_path / "none.zip")
 
@@ -231,16 +227,12 @@ def test_alf_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         AlfCheckpoint(path)
     torch.save({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=r"expected one buffer in .*ckpt, got \[\]"):
-        AlfCheckpoint(path)
+    refuses(ValueError, r"expected one buffer in .*ckpt, got \[\]", AlfCheckpoint, path)
     torch.save({"x": Path("a")}, path)
-    with pytest.raises(ValueError, match="is no checkpoint of tensors"):
-        AlfCheckpoint(path)
+    refuses(ValueError, "is no checkpoint of tensors", AlfCheckpoint, path)
     torch.save({"a._current_pos": torch.zeros(1), "b._current_pos": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"got \['a\.', 'b\.'\]; name one with buffer="):
-        AlfCheckpoint(path)
-    with pytest.raises(ValueError, match=r"the buffer 'b\.' has no column 'reward'"):
-        AlfCheckpoint(path, buffer="b")
+    refuses(ValueError, r"got \['a\.', 'b\.'\]; name one with buffer=", AlfCheckpoint, path)
+    refuses(ValueError, r"the buffer 'b\.' has no column 'reward'", AlfCheckpoint, path, buffer="b")
 
 
 def test_chunks_are_a_source(tmp_path: Path) -> None:
@@ -255,12 +247,9 @@ def test_chunks_are_a_source(tmp_path: Path) -> None:
         part = source.load(number, ["half", ("next", "reward")], 1, 3)
         assert part["half"].float().tolist() == [5, 6]
         assert part["next", "reward"].flatten().tolist() == [18, 21]
-        with pytest.raises(KeyError, match="no column 'none'"):
-            source.load(number, ["none"])
+        refuses(KeyError, "no column 'none'", source.load, number, ["none"])
     (path,) = (path for path in (tmp_path / "fifo").glob("*-00000000.safetensors"))
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"\.safetensors: it lacks rows of column"):
-        source.load(0)
+    refuses(ValueError, r"\.safetensors: it lacks rows of column", source.load, 0)
     path.write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"\.safetensors: the file is no chunk"):
-        TrajectoryChunks(tmp_path)
+    refuses(ValueError, r"\.safetensors: the file is no chunk", TrajectoryChunks, tmp_path)

@@ -19,6 +19,7 @@ from replaykit import TrajectoryChunks, TrajectoryWriter
 from replaykit.errors import Closed, SchemaError
 from replaykit.feeds import chunk_files, trajectory_writer
 from tests.feeds.trajectories import files_in, rows_of, steps_in
+from tests.support.refusals import refuses
 
 FORMATS = ["safetensors", "npz", "npz-compressed"]
 
@@ -103,8 +104,7 @@ def test_ids_and_cuts_end_chunks_without_a_flag(tmp_path: Path) -> None:
     writer.extend(rows[2:6])
     writer.cut()
     writer.extend(rows[6:])
-    with pytest.raises(IndexError, match="lane below 1, got 1"):
-        writer.cut(1)
+    refuses(IndexError, "lane below 1, got 1", writer.cut, 1)
     writer.close()
     chunks = TrajectoryChunks(tmp_path)
     tags = [chunks.tags(n) for n in range(len(chunks))]
@@ -128,8 +128,7 @@ def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
     chunks = TrajectoryChunks(tmp_path, "protected")
     assert steps_in(torch.cat([chunks.load(n) for n in range(2)])) == [(0, s) for s in range(8)]
     for use in (lambda: writer.add(rows[0]), writer.flush, writer.cut):
-        with pytest.raises(Closed, match="the writer is closed"):
-            use()
+        refuses(Closed, "the writer is closed", use)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,7 @@ def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
 )
 @pytest.mark.acceptance("F25", "F36")
 def test_wrong_arguments_are_refused(tmp_path: Path, arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrajectoryWriter(tmp_path, **arguments)
+    refuses(ValueError, message, TrajectoryWriter, tmp_path, **arguments)
     with pytest.raises(TypeError, match=r"expected a torch\.Generator"):
         TrajectoryWriter(tmp_path, generator=3)  # type: ignore[arg-type]
 
@@ -165,13 +163,10 @@ def test_rows_that_do_not_fit_change_nothing(
     with pytest.raises(TypeError, match="rows as a TensorDict, got dict"):
         writer.extend({"step": torch.arange(3)})  # type: ignore[arg-type]
     writer.extend(rows[:2])
-    with pytest.raises(SchemaError, match="key 'step': expected int64"):
-        writer.extend(rows[2:].exclude("step"))
-    with pytest.raises(ValueError, match="expected 2 lanes, got 1"):
-        writer.extend(rows[2:, :1])
+    refuses(SchemaError, "key 'step': expected int64", writer.extend, rows[2:].exclude("step"))
+    refuses(ValueError, "expected 2 lanes, got 1", writer.extend, rows[2:, :1])
     monkeypatch.setattr(trajectory_writer.os, "getpid", lambda: -1)
-    with pytest.raises(RuntimeError, match="make one in each process"):
-        writer.extend(rows[2:])
+    refuses(RuntimeError, "make one in each process", writer.extend, rows[2:])
     monkeypatch.undo()
     writer.extend(rows[2:])
     chunks = TrajectoryChunks(tmp_path)
@@ -190,8 +185,7 @@ def test_a_failed_write_leaves_no_file_and_keeps_the_rows(
     writer = TrajectoryWriter(tmp_path)
     (tmp_path / "fifo").mkdir()
     monkeypatch.setattr(chunk_files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        writer.extend(rows_of(0, 0, 3, [2]))
+    refuses(OSError, "No space left", writer.extend, rows_of(0, 0, 3, [2]))
     assert os.listdir(tmp_path / "fifo") == []
     monkeypatch.undo()
     writer.flush()

@@ -20,6 +20,7 @@ from replaykit import (
     WriterEnsemble,
 )
 from tests.mixture.members import make_ensemble, make_member, rows_of
+from tests.support.refusals import refuses
 
 
 def parts(count: int = 2) -> dict[str, Any]:
@@ -31,19 +32,14 @@ def parts(count: int = 2) -> dict[str, Any]:
 
 
 def test_constructor_takes_either_buffers_or_parts() -> None:
-    with pytest.raises(RuntimeError, match="buffers or storages"):
-        ReplayBufferEnsemble(make_member(0), **parts())
-    with pytest.raises(TypeError, match="none of them"):
-        ReplayBufferEnsemble()
+    refuses(RuntimeError, "buffers or storages", ReplayBufferEnsemble, make_member(0), **parts())
+    refuses(TypeError, "none of them", ReplayBufferEnsemble)
     some = parts()
     del some["writers"]
-    with pytest.raises(TypeError, match="'storages', 'samplers'"):
-        ReplayBufferEnsemble(**some)
+    refuses(TypeError, "'storages', 'samplers'", ReplayBufferEnsemble, **some)
     some = {**parts(), "writers": WriterEnsemble(RoundRobinWriter())}
-    with pytest.raises(ValueError, match="as many"):
-        ReplayBufferEnsemble(**some)
-    with pytest.raises(TypeError, match="of the SamplerEnsemble"):
-        ReplayBufferEnsemble(**parts(), p=[1, 1])
+    refuses(ValueError, "as many", ReplayBufferEnsemble, **some)
+    refuses(TypeError, "of the SamplerEnsemble", ReplayBufferEnsemble, **parts(), p=[1, 1])
     with pytest.raises(TypeError, match="member 1 as a ReplayBuffer, got int"):
         ReplayBufferEnsemble(make_member(0), 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="storages as a StorageEnsemble"):
@@ -76,28 +72,23 @@ def test_constructor_takes_either_buffers_or_parts() -> None:
 def test_invalid_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        make_ensemble([3, 3], seed=None, **arguments)
+    refuses(error, words, make_ensemble, [3, 3], seed=None, **arguments)
 
 
 def test_parts_refuse_invalid_members_and_direct_writes() -> None:
     storages, _, writers = parts().values()
     for kind in (StorageEnsemble, SamplerEnsemble, WriterEnsemble):
-        with pytest.raises(ValueError, match="at least one"):
-            kind()
-        with pytest.raises(TypeError, match="member 0"):
-            kind(3)
+        refuses(ValueError, "at least one", kind)
+        refuses(TypeError, "member 0", kind, 3)
     with pytest.raises(TypeError, match="Storage"):
         ReplayBuffer(storage=storages)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="2 transforms"):
-        StorageEnsemble(*storages.storages, transforms=[None])
+    refuses(TypeError, "2 transforms", StorageEnsemble, *storages.storages, transforms=[None])
     for call in (
         lambda: storages.set(0, rows_of(0, 1)),
         lambda: storages.__setitem__(0, rows_of(0, 1)),
         storages.clear,
     ):
-        with pytest.raises(RuntimeError, match=r"ensemble|Ensemble"):
-            call()
+        refuses(RuntimeError, r"ensemble|Ensemble", call)
     for name in ("add", "extend", "empty"):
         with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
             getattr(writers, name)(rows_of(0, 1))
@@ -106,8 +97,7 @@ def test_parts_refuse_invalid_members_and_direct_writes() -> None:
 @pytest.mark.parametrize("name", ["add", "extend", "empty"])
 def test_writes_are_refused(name: str) -> None:
     ensemble = make_ensemble([3, 3])
-    with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
-        getattr(ensemble, name)(rows_of(0, 1))
+    refuses(NotImplementedError, rf"ensemble\[i\]\.{name}", getattr(ensemble, name), rows_of(0, 1))
     with pytest.raises(RuntimeError):  # what api.md names for writes is one of its kinds
         getattr(ensemble, name)(rows_of(0, 1))
 
@@ -118,12 +108,9 @@ def test_columns_episodes_and_components_are_those_of_a_member() -> None:
         ensemble[0:1] = rows_of(0, 1)
     for name in ("episodes", "dim_extend", "flush", "cut", "set_sampler", "register_save_hook"):
         assert not hasattr(ensemble, name)
-        with pytest.raises(AttributeError, match=rf"ensemble\[i\]\.{name}"):
-            getattr(ensemble, name)
-    with pytest.raises(AttributeError, match="'sampel'"):
-        ensemble.sampel(3)
-    with pytest.raises(TypeError, match="columns are those of a member"):
-        ensemble["id"]
+        refuses(AttributeError, rf"ensemble\[i\]\.{name}", getattr, ensemble, name)
+    refuses(AttributeError, "'sampel'", lambda: ensemble.sampel(3))
+    refuses(TypeError, "columns are those of a member", lambda: ensemble["id"])
 
 
 def test_repr_and_stats_describe_the_ensemble() -> None:

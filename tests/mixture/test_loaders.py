@@ -27,6 +27,7 @@ from replaykit import (
 )
 from tests.buffer.workers import WORKER_MARKS, no_process_is_left
 from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
+from tests.support.refusals import refuses
 
 __all__ = ["no_process_is_left"]
 
@@ -147,13 +148,11 @@ def test_writes_to_a_member_while_workers_read_raise_an_error() -> None:
     loader = iter(ensemble.dataloader(workers=1))
     next(loader)
     ensemble[1].extend(rows_of(1, 1, start=20))
-    with pytest.raises(RuntimeError, match="no writes while worker processes read the buffer"):
-        next(loader)
+    refuses(RuntimeError, "no writes while worker processes read the buffer", next, loader)
     persistent = ensemble.dataloader(workers=1, steps=2, persistent_workers=True)
     list(persistent)
     ensemble[1].extend(rows_of(1, 2, start=21))
-    with pytest.raises(RuntimeError, match="got 2 rows written"):
-        list(persistent)
+    refuses(RuntimeError, "got 2 rows written", list, persistent)
 
 
 def test_workers_follow_writes_to_shared_members() -> None:
@@ -199,15 +198,13 @@ def test_remote_members_are_loaded_in_this_process() -> None:
         assert all(map(same, first, again))
         for batch in first:
             check_rows(batch)
-        with pytest.raises(ValueError, match=r"member 1: expected shards in actors"):
-            ensemble.dataloader(workers=1)
+        refuses(ValueError, r"member 1: expected shards in actors", ensemble.dataloader, workers=1)
 
 
 def test_members_that_loaders_cannot_draw_from_are_named() -> None:
     used_up = make_member(1, sampler=ConsumingSampler(1))
     with pytest.raises(ValueError, match="member 1: expected a sampler whose draws leave"):
         ReplayBufferEnsemble(make_member(0), used_up).dataloader(4)
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
-        make_ensemble([3, 3]).dataloader()
+    refuses(RuntimeError, "batch_size not specified", make_ensemble([3, 3]).dataloader)
     with pytest.raises(ValueError, match="drop_last with a sampler that draws"):
         make_ensemble([3, 3]).dataloader(2, drop_last=True)

@@ -22,6 +22,7 @@ from replaykit.errors import NotReady
 from tests.buffer.workers import WORKER_MARKS, no_process_is_left
 from tests.mixture.members import make_ensemble, make_member, rows_of
 from tests.mixture.test_weights import CRITICAL
+from tests.support.refusals import refuses
 
 __all__ = ["no_process_is_left"]
 
@@ -117,8 +118,7 @@ def test_a_member_below_its_minimum_is_not_drawn(minimum: Any, rows_below: int) 
 
 def test_an_error_names_the_missing_counts() -> None:
     mixture = make_ensemble([4, 5], p=[1, 0], ready=[(3, "episodes"), None], batch_size=2)
-    with pytest.raises(NotReady, match="member 0 has 1 of 3 episodes, member 1 has 5 of 1 rows"):
-        mixture.sample()
+    refuses(NotReady, "member 0 has 1 of 3 episodes, member 1 has 5 of 1 rows", mixture.sample)
     assert not mixture.can_sample()
     with pytest.raises(NotReady):
         make_ensemble([0], ready=[5], batch_size=2).sample()
@@ -140,25 +140,21 @@ def test_an_error_names_the_missing_counts() -> None:
 def test_invalid_options_are_refused(
     options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        make_ensemble([4, 4], **options)
+    refuses(error, words, make_ensemble, [4, 4], **options)
 
 
 @pytest.mark.parametrize(
     "arguments", [{"epochs": 0}, {"epochs": 1.5}, {"epochs": 1, "start": -0.1}]
 )
 def test_invalid_ramps_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"epochs|start"):
-        Ramp(**arguments)
+    refuses(ValueError, r"epochs|start", Ramp, **arguments)
 
 
 def test_a_function_is_checked_when_it_is_evaluated() -> None:
     mixture = make_ensemble([4, 4], p=lambda step: [1, 1] if step < 1 else [1], batch_size=2)
     mixture.sample()
-    with pytest.raises(ValueError, match="2 weights"):
-        mixture.sample()
-    with pytest.raises(ValueError, match="epoch"):
-        mixture.set_epoch(-1)
+    refuses(ValueError, "2 weights", mixture.sample)
+    refuses(ValueError, "epoch", mixture.set_epoch, -1)
 
 
 def test_a_remote_member_has_a_minimum_of_rows() -> None:
@@ -213,8 +209,7 @@ def test_a_batch_that_failed_keeps_its_number() -> None:
     choice = ScheduledChoice(make_member(0), make_member(1, rows=0), every=2, batch_size=4)
     assert set(members_in([choice.sample()])) == {0}
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="member 1"):
-            choice.sample()
+        refuses(RuntimeError, "member 1", choice.sample)
     choice[1].extend(rows_of(1, 5))
     assert set(members_in([choice.sample()])) == {1}
 
@@ -247,8 +242,7 @@ def test_invalid_schedules_are_refused(options: dict[str, Any], error: type[Exce
 def test_a_probability_outside_the_range_is_refused_when_evaluated() -> None:
     choice = ScheduledChoice(make_member(0), make_member(1), lambda step: 1.0 + step, batch_size=2)
     choice.sample()
-    with pytest.raises(ValueError, match="for batch 1"):
-        choice.sample()
+    refuses(ValueError, "for batch 1", choice.sample)
 
 
 def joint(**arguments: Any) -> JointBatch:
@@ -266,8 +260,7 @@ def test_a_joint_batch_has_a_batch_of_each_group() -> None:
     other.load_state_dict(batches.state_dict())
     assert "b" not in next(iter(other))
     assert "b" in next(iter(other))
-    with pytest.raises(ValueError, match="step"):
-        other.load_state_dict({})
+    refuses(ValueError, "step", other.load_state_dict, {})
     assert joint(group="all").sample()["all", "b", "id"].shape == (2,)
     mixed = JointBatch(
         [("m", make_ensemble([9, 9], batch_size=8)), ("t", ReplayBuffer(batch_size=2))]
@@ -280,8 +273,7 @@ def test_a_joint_batch_without_enough_data_draws_nothing() -> None:
     batches = JointBatch({"a": make_member(0, batch_size=3), "b": make_member(1, 0, batch_size=2)})
     assert not batches.can_sample()
     before = batches.members["a"].state_dict()
-    with pytest.raises(NotReady, match="'b'"):
-        next(iter(batches))
+    refuses(NotReady, "'b'", next, iter(batches))
     assert batches.step == 0
     assert str(before) == str(batches.members["a"].state_dict())
 

@@ -22,6 +22,7 @@ from replaykit import (
     Sequence,
 )
 from tests.mixture.members import make_ensemble, make_member, rows_of
+from tests.support.refusals import refuses
 
 
 def by_priority() -> PrioritizedSampler:
@@ -138,10 +139,8 @@ def test_a_bad_priority_of_one_member_changes_none(value: float) -> None:
     batch = ensemble.sample(8)
     batch["td_error"] = torch.full((2, 4), 3.0)
     batch["td_error"][1, 2] = value
-    with pytest.raises(ValueError, match="member 1"):
-        ensemble.update_tensordict_priority(batch)
-    with pytest.raises(ValueError, match="member 1"):
-        ensemble.update_priority(batch["index"], batch["td_error"])
+    refuses(ValueError, "member 1", ensemble.update_tensordict_priority, batch)
+    refuses(ValueError, "member 1", ensemble.update_priority, batch["index"], batch["td_error"])
     assert priorities(ensemble[0]) == priorities(ensemble[1]) == [1.0] * 5
 
 
@@ -158,11 +157,9 @@ def test_priorities_of_absent_rows_and_members_are_refused() -> None:
     assert priorities(ensemble[0]) == [1, 1, 5, 1, 1]
     with pytest.raises(KeyError, match="index and buffer_ids"):
         ensemble.update_priority({"index": torch.tensor([0])}, 5.0)
-    with pytest.raises(ValueError, match="one a row"):
-        ensemble.update_priority(good, torch.ones(3))
+    refuses(ValueError, "one a row", ensemble.update_priority, good, torch.ones(3))
     for bare in ([0, 1], torch.tensor([0, 1])):  # of which member?
-        with pytest.raises(TypeError, match="with index and buffer_ids"):
-            ensemble.update_priority(bare, 5.0)
+        refuses(TypeError, "with index and buffer_ids", ensemble.update_priority, bare, 5.0)
     batch = ensemble.sample(4)
     with pytest.raises(KeyError, match="'td_error' in the data for member"):
         ensemble.update_tensordict_priority(batch)
@@ -178,8 +175,7 @@ def test_priority_key_is_set_by_each_member_or_by_the_ensemble() -> None:
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
     batch = ensemble.sample(20)
     batch["a"] = torch.full((2, 10), 2.0)
-    with pytest.raises(KeyError, match="member 1"):
-        ensemble.update_tensordict_priority(batch)
+    refuses(KeyError, "member 1", ensemble.update_tensordict_priority, batch)
     assert set(priorities(members[0])) == {1.0}
     batch["b", "c"] = torch.full((2, 10, 1), 3.0)
     ensemble.update_tensordict_priority(batch)

@@ -35,6 +35,7 @@ from replaykit.errors import ActorLost, CheckpointError, NotEnoughData, SchemaEr
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.distributed.stand_in import Actor, client_of, stand_in
 from tests.mixture.members import check_rows, make_member, rows_of, same
+from tests.support.refusals import refuses
 
 CHI_SQUARE_3 = 16.27
 """Of 3 degrees of freedom, exceeded by chance once in a thousand times; seeds are fixed."""
@@ -333,10 +334,8 @@ def test_refused_priority_update_changes_no_member(far: Any) -> None:
     with pytest.raises(IndexError, match=r"member 1: .*77"):
         ensemble.update_priority(index, torch.tensor([100.0, 1.0]))
     index["index"] = torch.tensor([20, 2])
-    with pytest.raises(IndexError, match="member 0"):
-        ensemble.update_priority(index, torch.tensor([1.0, 100.0]))
-    with pytest.raises(ValueError, match="member 1"):
-        ensemble.update_priority(index, torch.tensor([1.0, -1.0]))
+    refuses(IndexError, "member 0", ensemble.update_priority, index, torch.tensor([1.0, 100.0]))
+    refuses(ValueError, "member 1", ensemble.update_priority, index, torch.tensor([1.0, -1.0]))
     for one in (here, shards):
         assert len(one.sample(100)["id"].unique()) > 5
 
@@ -346,19 +345,16 @@ def test_refused_priority_update_changes_no_member(far: Any) -> None:
 
 def test_unsupported_uses_of_remote_members_are_refused(far: Any) -> None:
     paced = far(1, 0, rate_limiter=RateLimiter(1.0, 1, error_buffer=5.0))
-    with pytest.raises(ValueError, match=r"member 1: .*rate limiter"):
-        ReplayBufferEnsemble(make_member(0), paced)
+    refuses(ValueError, r"member 1: .*rate limiter", ReplayBufferEnsemble, make_member(0), paced)
     shards = far(1)
     with pytest.raises(ValueError, match="collate_fns for member 1"):
         ReplayBufferEnsemble(make_member(0), shards, collate_fns=[None, lambda data: data])
     with pytest.raises(TypeError, match=r"member 1 as a ReplayBuffer, got int; .*RayReplay"):
         ReplayBufferEnsemble(make_member(0), 3)  # type: ignore[arg-type]
     ensemble = ReplayBufferEnsemble(make_member(0), shards)
-    with pytest.raises(RuntimeError, match="its handle"):
-        ensemble.sampler.sample(ensemble.storage, 2)
+    refuses(RuntimeError, "its handle", ensemble.sampler.sample, ensemble.storage, 2)
     assert ensemble.storage[1] is ensemble.writer[1] is shards
-    with pytest.raises(NotImplementedError, match=r"ensemble\[i\]"):
-        ensemble.extend(rows_of(1, 1))
+    refuses(NotImplementedError, r"ensemble\[i\]", ensemble.extend, rows_of(1, 1))
 
 
 @only_actors
@@ -368,8 +364,7 @@ def test_unsupported_samplers_are_refused_as_members(far: Any) -> None:
     handle = far(1)
     ensemble = ReplayBufferEnsemble(make_member(0), handle, sample_from_all=True, batch_size=4)
     handle.set_sampler(SamplerWithoutReplacement())
-    with pytest.raises(ValueError, match=r"member 1: .*SamplerWithoutReplacement"):
-        ensemble.sample()
+    refuses(ValueError, r"member 1: .*SamplerWithoutReplacement", ensemble.sample)
     handle.set_sampler(RandomSampler())
     check_rows(ensemble.sample())
 
@@ -379,8 +374,7 @@ def test_remote_samples_with_other_keys_are_refused(far: Any) -> None:
     ensemble[1].extend(TensorDict({"other": torch.zeros(4)}, [4]))
     before = ensemble.sampler.ran_out
     for _ in range(2):
-        with pytest.raises(SchemaError, match="members 0 and 1"):
-            ensemble.sample(4)
+        refuses(SchemaError, "members 0 and 1", ensemble.sample, 4)
     assert ensemble.sampler.ran_out == before
 
 
@@ -391,8 +385,7 @@ def test_empty_member_is_named_even_if_another_is_chosen(far: Any, sizes: Any) -
     )
     empty = sizes.index(0)
     for _ in range(6):
-        with pytest.raises(NotEnoughData, match=f"member {empty}: .*empty"):
-            ensemble.sample()
+        refuses(NotEnoughData, f"member {empty}: .*empty", ensemble.sample)
     assert not ensemble.can_sample()
     skipping = ReplayBufferEnsemble(
         *ensemble.members, unready="skip", num_buffer_sampled=2, batch_size=2
@@ -457,8 +450,7 @@ def test_failed_batch_changes_no_member(far: Any, monkeypatch: pytest.MonkeyPatc
     trouble.error = RuntimeError("it has ended")
     state = ensemble._mixture.generator.get_state()
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="member 1: it has ended"):
-            ensemble.sample()
+        refuses(RuntimeError, "member 1: it has ended", ensemble.sample)
     assert torch.equal(ensemble._mixture.generator.get_state(), state)
     trouble.error = None
     seen = [first["id"][0], *(ensemble.sample()["id"][0] for _ in range(2))]
@@ -498,8 +490,7 @@ def test_a_late_answer_is_a_timeout(far: Any) -> None:
         make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
     )
     handle._actor.busy = True
-    with pytest.raises(TimeoutError, match="member 1: no answer within"):
-        ensemble.sample(timeout=0.01)
+    refuses(TimeoutError, "member 1: no answer within", ensemble.sample, timeout=0.01)
     handle._actor.busy = False
     check_rows(ensemble.sample())
 
@@ -523,8 +514,7 @@ def test_a_member_that_dies_is_named(ray_cluster: Any) -> None:
         # A copy has a handle of the same actor.
         copy = pickle.loads(pickle.dumps(ensemble))
         assert same(copy.sample(), ensemble.sample())
-    with pytest.raises(ActorLost, match="member 1"):
-        copy.sample()
+    refuses(ActorLost, "member 1", copy.sample)
     copy.sampler.p = [1.0, 0.0]
     check_rows(copy.sample())
 
@@ -560,8 +550,7 @@ def test_failing_remote_member_leaves_local_priorities(
     batch = ensemble.sample()
     batch["td_error"] = (batch["index", "index"] == 7).float()
     trouble.error = TimeoutError("no answer")
-    with pytest.raises(TimeoutError, match="member 1: no answer"):
-        ensemble.update_tensordict_priority(batch)
+    refuses(TimeoutError, "member 1: no answer", ensemble.update_tensordict_priority, batch)
     assert len(here.sample(100)["id"].unique()) > 5
 
 
@@ -619,8 +608,7 @@ def test_a_save_that_fails_leaves_the_old_one(
     ensemble[0].extend(rows_of(0, 5))
     with monkeypatch.context() as patch:
         Trouble(patch, ensemble[1]).error = OSError("the disk is full")
-        with pytest.raises(OSError, match="members/1: the disk is full"):
-            ensemble.dumps(tmp_path)
+        refuses(OSError, "members/1: the disk is full", ensemble.dumps, tmp_path)
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == before
     ensemble.loads(tmp_path)
     assert (len(ensemble[0]), len(ensemble[1])) == (20, 20)
@@ -630,20 +618,16 @@ def test_a_load_that_does_not_fit_changes_nothing(far: Any, tmp_path: Path) -> N
     ensemble = two(far)
     ensemble.dumps(tmp_path)
     others = ReplayBufferEnsemble(make_member(0, 3), make_member(1, 3))
-    with pytest.raises(ValueError, match=r"members/0', 'members/1'\]"):
-        others.loads(tmp_path)
+    refuses(ValueError, r"members/0', 'members/1'\]", others.loads, tmp_path)
     turned = ReplayBufferEnsemble(ensemble[1], ensemble[0])
-    with pytest.raises(ValueError, match="members/1"):
-        turned.loads(tmp_path)
+    refuses(ValueError, "members/1", turned.loads, tmp_path)
     with pytest.raises(ValueError, match=r"remote members .*members/1"):
         ensemble.load_state_dict(others.state_dict())
     other = two(far, 3)
-    with pytest.raises(ValueError, match=r"mmap=False .*members/1"):
-        other.loads(tmp_path, mmap=True)
+    refuses(ValueError, r"mmap=False .*members/1", other.loads, tmp_path, mmap=True)
     damaged = next(path for path in (tmp_path / "elsewhere").rglob("*.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=damaged.name):
-        other.loads(tmp_path)
+    refuses(CheckpointError, damaged.name, other.loads, tmp_path)
     assert (len(other[0]), len(other[1])) == (3, 3)
 
 

@@ -30,6 +30,7 @@ from replaykit import (
 from replaykit.checkpoint import checkpoint_versions
 from replaykit.errors import CheckpointError
 from tests.mixture.members import make_ensemble, make_member, rows_of, same
+from tests.support.refusals import refuses
 
 SAMPLERS: dict[str, Any] = {
     "random": RandomSampler,
@@ -296,10 +297,8 @@ def test_a_member_that_does_not_fit_changes_no_member(tmp_path: Path) -> None:
             generator=torch.Generator().manual_seed(1),
         )
         before = [str(target.state_dict()), target[0][:].clone()]
-        with pytest.raises(ValueError, match="members/1: "):
-            target.loads(tmp_path)
-        with pytest.raises(ValueError, match="members/1: "):
-            target.load_state_dict(ensemble.state_dict())
+        refuses(ValueError, "members/1: ", target.loads, tmp_path)
+        refuses(ValueError, "members/1: ", target.load_state_dict, ensemble.state_dict())
         assert str(target.state_dict()) == before[0], name
         assert same(target[0][:], before[1])
 
@@ -322,8 +321,7 @@ def test_a_failure_in_the_last_member_takes_the_others_back(
 
     with monkeypatch.context() as patched:
         patched.setattr(target[2].storage, "load_content", no_memory)
-        with pytest.raises(MemoryError, match="none left"):
-            target.loads(tmp_path)
+        refuses(MemoryError, "none left", target.loads, tmp_path)
     assert unchanged(before, shown(target))
     if not size:  # not even the layout of rows is known
         target[0].extend(TensorDict({"other": torch.arange(3)}, [3]))
@@ -381,8 +379,7 @@ def test_own_parts_that_refuse_take_everything_back(tmp_path: Path) -> None:
     ensemble.dumps(tmp_path)
     target = make_ensemble([4, 4], [RandomSampler, Refusing], seed=3, p=[1, 1])
     before = [same_rows[:].clone() for same_rows in target.members]
-    with pytest.raises(RuntimeError, match="refused"):
-        target.loads(tmp_path)
+    refuses(RuntimeError, "refused", target.loads, tmp_path)
     assert target.sampler.p.tolist() == [0.5, 0.5]
     assert all(same(m[:], rows) for m, rows in zip(target.members, before, strict=True))
 
@@ -396,8 +393,7 @@ def test_damage_is_named_and_changes_nothing(tmp_path: Path) -> None:
         raw = bytearray(file.read_bytes())
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw)
-        with pytest.raises(CheckpointError, match=r"data-.*\.bin is damaged"):
-            target.loads(tmp_path)
+        refuses(CheckpointError, r"data-.*\.bin is damaged", target.loads, tmp_path)
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw)
     assert unchanged(before, shown(target))
@@ -409,11 +405,9 @@ def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError):
         ensemble.loads(tmp_path)
     ensemble[0].dumps(tmp_path / "one")
-    with pytest.raises(ValueError, match="got that of one buffer"):
-        ensemble.loads(tmp_path / "one")
+    refuses(ValueError, "got that of one buffer", ensemble.loads, tmp_path / "one")
     make_ensemble([5, 5, 5]).dumps(tmp_path / "three")
-    with pytest.raises(ValueError, match="members/2"):
-        ensemble.loads(tmp_path / "three")
+    refuses(ValueError, "members/2", ensemble.loads, tmp_path / "three")
     for state in ({}, {"_members": {}, "_own": {}}, 3, ensemble[0].state_dict()):
         with pytest.raises(ValueError, match="expected the state of an ensemble"):
             ensemble.load_state_dict(state)  # type: ignore[arg-type]
@@ -425,11 +419,9 @@ def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> No
         ("transforms", 3),
     ):
         own = {"": {**good["_own"][""], name: wrong}}
-        with pytest.raises(ValueError, match="expected"):
-            ensemble.load_state_dict({**good, "_own": own})
+        refuses(ValueError, "expected", ensemble.load_state_dict, {**good, "_own": own})
     ensemble.load_state_dict(good)
-    with pytest.raises(ValueError, match="at least 1"):
-        ensemble.dumps(tmp_path / "none", keep=0)
+    refuses(ValueError, "at least 1", ensemble.dumps, tmp_path / "none", keep=0)
 
 
 # -- opened in place ------------------------------------------------------------------------------
@@ -487,8 +479,7 @@ def test_failed_mapping_of_one_member_maps_no_member(
         map_content(self, *arguments)
 
     monkeypatch.setattr(LazyTensorStorage, "map_content", refuse)
-    with pytest.raises(OSError, match="Cannot allocate"):
-        target.loads(tmp_path, mmap=True)
+    refuses(OSError, "Cannot allocate", target.loads, tmp_path, mmap=True)
     assert not any(member.storage.initialized for member in target.members)
     target.loads(tmp_path, mmap=True)
     assert [len(member) for member in target.members] == [9, 9]
@@ -509,8 +500,7 @@ def test_state_of_the_sampler_restores_weights_and_passes() -> None:
     other.set_rng(torch.Generator().manual_seed(4))
     ensemble.set_rng(torch.Generator().manual_seed(4))
     assert same(ensemble.sample(4), other.sample(4), generations=False)
-    with pytest.raises(ValueError, match="members"):
-        other.sampler.load_state_dict({"0": {}})
+    refuses(ValueError, "members", other.sampler.load_state_dict, {"0": {}})
 
 
 def test_sampler_ensemble_is_saved_and_loaded_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from replaykit import LambdaScheduler, LinearScheduler, PrioritizedSampler, StepScheduler
 from tests.mixture.members import make_ensemble, make_member
+from tests.support.refusals import refuses
 
 
 def test_weights_go_in_a_straight_line() -> None:
@@ -52,8 +53,7 @@ def test_schedulers_take_a_factor_for_each_weight() -> None:
 def test_a_step_that_is_refused_changes_nothing() -> None:
     ensemble = make_ensemble([5, 5], p=[1, 3])
     schedule = LambdaScheduler(ensemble, "p", lambda k: [-1.0, 1.0])
-    with pytest.raises(ValueError, match="not negative"):
-        schedule.step()
+    refuses(ValueError, "not negative", schedule.step)
     assert (schedule.steps, ensemble.sampler.p.tolist()) == (0, [0.25, 0.75])
 
 
@@ -65,14 +65,12 @@ def test_invalid_schedules_of_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="final_value as a number or 2"):
         LinearScheduler(ensemble, "p", [1, 0, 0], 5)
     member = make_member(0, sampler=PrioritizedSampler(alpha=1, beta=1))
-    with pytest.raises(ValueError, match="gamma as a number"):
-        StepScheduler(member, "beta", gamma=[1.0, 2.0])
+    refuses(ValueError, "gamma as a number", StepScheduler, member, "beta", gamma=[1.0, 2.0])
     schedule = LinearScheduler(ensemble, "p", [1, 0], 5)
     state = schedule.state_dict()
     assert state["initial"] == [0.5, 0.5]
     for wrong in ([0.5], [0.5, "a"], [0.5, 0.5, 0.5]):
-        with pytest.raises(ValueError, match="initial"):
-            schedule.load_state_dict({**state, "initial": wrong})
+        refuses(ValueError, "initial", schedule.load_state_dict, {**state, "initial": wrong})
 
 
 def test_members_can_be_scheduled_separately() -> None:

@@ -18,6 +18,7 @@ from replaykit import (
     StorageEnsemble,
     WriterEnsemble,
 )
+from tests.support.refusals import refuses
 
 
 def member(first: int, count: int) -> ReplayBuffer:
@@ -42,8 +43,7 @@ def test_a_member_with_too_few_left_is_not_ready() -> None:
     options: dict[str, Any] = {"batch_size": 4, "generator": torch.Generator().manual_seed(0)}
     refusing = ReplayBufferEnsemble(*members, **options)
     assert not refusing.can_sample()
-    with pytest.raises(RuntimeError, match="member 1: expected 2 rows"):
-        refusing.sample()
+    refuses(RuntimeError, "member 1: expected 2 rows", refusing.sample)
     assert [len(one) for one in members] == [8, 1]
     skipping = ReplayBufferEnsemble(*members, unready="skip", **options)
     for _ in range(2):
@@ -78,8 +78,7 @@ def test_prefetch_of_consuming_members_is_refused() -> None:
     with pytest.raises(ValueError, match=r"member 1 without a ConsumingSampler if prefetch=2"):
         ReplayBufferEnsemble(ReplayBuffer(), member(0, 4), **options)
     nested = ReplayBufferEnsemble(member(0, 4))
-    with pytest.raises(ValueError, match="member 0 without"):
-        ReplayBufferEnsemble(nested, **options)
+    refuses(ValueError, "member 0 without", ReplayBufferEnsemble, nested, **options)
     with pytest.raises(ValueError, match="member 0 without"):
         ReplayBufferEnsemble(
             storages=StorageEnsemble(LazyTensorStorage(4)),

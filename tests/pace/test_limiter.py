@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from replaykit import RateLimiter
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
+from tests.support.refusals import refuses
 
 
 @st.composite
@@ -86,10 +87,8 @@ def test_rounded_decimal_bounds_block_no_call() -> None:
     ],
 )
 def test_invalid_arguments_are_refused(arguments: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        RateLimiter(*arguments)
-    with pytest.raises(ValueError, match="at least 1"):
-        RateLimiter.queue(0)
+    refuses(error, said, RateLimiter, *arguments)
+    refuses(ValueError, "at least 1", RateLimiter.queue, 0)
     with pytest.raises(TypeError, match="as an int"):
         RateLimiter.min_size("3")  # type: ignore[arg-type]
 
@@ -121,8 +120,7 @@ def test_rows_to_begin_with_count_as_far_as_they_could_have_been_written(
 
 def test_check_capacity_refuses_too_small_buffers() -> None:
     RateLimiter.min_size(5).check_capacity(5)
-    with pytest.raises(ValueError, match="nothing could ever be sampled"):
-        RateLimiter.min_size(6).check_capacity(5)
+    refuses(ValueError, "nothing could ever be sampled", RateLimiter.min_size(6).check_capacity, 5)
     with pytest.raises(ValueError, match="overwritten before they are sampled"):
         RateLimiter.queue(6).check_capacity(5)
 
@@ -138,5 +136,4 @@ def test_limiters_compare_hash_and_pickle_by_value() -> None:
 def test_invalid_timeouts_are_refused() -> None:
     assert [checked_timeout(given) for given in (None, math.inf, 0, 2)] == [None, None, 0.0, 2.0]
     for seconds, error in ((-1, ValueError), (math.nan, ValueError), ("1", TypeError)):
-        with pytest.raises(error, match="timeout"):
-            checked_timeout(seconds)
+        refuses(error, "timeout", checked_timeout, seconds)

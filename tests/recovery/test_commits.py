@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from replaykit import native
 from replaykit.recovery.journal import States
 from replaykit.recovery.recovery_folder import RecoveryFolder
+from tests.support.refusals import refuses
 
 Array = np.ndarray[Any, Any]
 ROWS, WIDTHS = 40, (5, 24)
@@ -169,21 +170,16 @@ def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     before = opened.files()
     for first, until in ((-1, 2), (3, 3), (5, 4), (0, ROWS + 1), (ROWS, ROWS + 1)):
-        with pytest.raises(IndexError, match="rows of the storage"):
-            opened.home._commits.journal(first, until)
+        refuses(IndexError, "rows of the storage", opened.home._commits.journal, first, until)
     core, place = native.core, np.zeros(64, np.uint8)
-    with pytest.raises(ValueError, match="journal"):
-        core.Commits(place[:56], place, place, [])
-    with pytest.raises(ValueError, match="state"):
-        core.Commits(place, place[:24], place, [])
+    refuses(ValueError, "journal", core.Commits, place[:56], place, place, [])
+    refuses(ValueError, "state", core.Commits, place, place[:24], place, [])
     with pytest.raises(ValueError, match="multiple of 8"):
         core.Commits(np.zeros(128, np.uint8)[1:], place, place, [])
     with pytest.raises(TypeError, match="rows"):
         core.Commits(place, place, place, [(1, np.zeros((4, 4), np.float32))])
-    with pytest.raises(TypeError, match="numbers"):
-        opened.home._commits.commit(np.zeros(3, np.float64), [])
-    with pytest.raises(ValueError, match="contiguous"):
-        opened.home._commits.commit(np.zeros(6, np.int64)[::2], [])
+    refuses(TypeError, "numbers", opened.home._commits.commit, np.zeros(3, np.float64), [])
+    refuses(ValueError, "contiguous", opened.home._commits.commit, np.zeros(6, np.int64)[::2], [])
     assert opened.files() == before
 
 
@@ -208,8 +204,7 @@ def test_element_log_wraps_around_the_ring(first: int, at: list[int]) -> None:
     assert ring.tolist() == expected.tolist()
     for count, more in ((0, 17), (-1, 1)):
         log.count = count
-        with pytest.raises(ValueError, match="at most"):
-            log.append(0, np.zeros(more, np.int64))
+        refuses(ValueError, "at most", log.append, 0, np.zeros(more, np.int64))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -236,17 +231,13 @@ def test_logged_column_sets_logs_and_marks(tmp_path: Path, wide: bool) -> None:
     assert not column.set(at, values)  # it would overwrite what others may still read
     log.committed = log.count
     assert not column.set(np.array([40]), values[:1])  # it has no mark
-    with pytest.raises(ValueError, match="values"):
-        column.set(at, values[:2])
+    refuses(ValueError, "values", column.set, at, values[:2])
     assert cells.tolist() == before.tolist()
     opened.home.roll_back()
     assert cells[:40].tolist() == list(range(40))
     for bits, other in ((-1, clock), (33, clock), (2, clock[:0])):
-        with pytest.raises(ValueError, match="few bits"):
-            opened.home.column(8, log, marks, bits, other)
-    with pytest.raises(IndexError, match="elements of a table"):
-        column.set(np.array([1, -1]), values[:2])
-    with pytest.raises(TypeError, match="at"):
-        column.set(np.array([1.0]), values[:1])
+        refuses(ValueError, "few bits", opened.home.column, 8, log, marks, bits, other)
+    refuses(IndexError, "elements of a table", column.set, np.array([1, -1]), values[:2])
+    refuses(TypeError, "at", column.set, np.array([1.0]), values[:1])
     with pytest.raises(ValueError, match="cells"):
         native.core.Column(opened.home._commits, 8, cells.view(np.uint8).reshape(-1, 4))

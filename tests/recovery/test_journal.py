@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaykit.recovery.journal import Journal, MappedFile
+from tests.support.refusals import refuses
 
 
 def new(folder: Path, *, durable: bool = False) -> Journal:
@@ -84,8 +85,7 @@ def test_a_journal_of_other_files_is_refused_before_anything_changes(tmp_path: P
     journal.save(1, 7, rows, np.array([1]))
     other = np.ones((2, 4), np.uint8)
     for targets in ({0: rows}, {0: other, 7: rows}, {0: rows[:1], 7: rows}):
-        with pytest.raises(ValueError, match="journal"):
-            journal.undo(1, targets)
+        refuses(ValueError, "journal", journal.undo, 1, targets)
     assert rows.all()
 
 
@@ -100,8 +100,7 @@ def test_a_full_disk_is_said_before_anything_is_noted(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("replaykit.recovery.journal.reserve_blocks", full)
-    with pytest.raises(OSError, match="journal"):
-        journal.save(1, 0, rows, range(2))
+    refuses(OSError, "journal", journal.save, 1, 0, rows, range(2))
     monkeypatch.undo()
     assert journal.undo(1, {0: rows[:, :8]})
 
@@ -161,6 +160,5 @@ def test_failed_growth_leaves_the_file_size_unchanged(
     file = MappedFile(tmp_path / "numbers", 64)
     before = (tmp_path / "numbers").stat().st_size
     monkeypatch.setattr("replaykit.recovery.journal.reserve_blocks", full)
-    with pytest.raises(OSError, match="numbers"):
-        file.grow(1 << 20)
+    refuses(OSError, "numbers", file.grow, 1 << 20)
     assert (tmp_path / "numbers").stat().st_size == before == len(file)

@@ -11,6 +11,7 @@ import pytest
 
 from replaykit.recovery.journal import States
 from replaykit.recovery.locks import CommitLock, Exclusive
+from tests.support.refusals import refuses
 
 
 def test_the_latest_state_is_found_again(tmp_path: Path) -> None:
@@ -68,8 +69,7 @@ def test_a_lock_settles_once_and_is_given_back_if_that_fails() -> None:
 
 def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     held = Exclusive(tmp_path / "lock")
-    with pytest.raises(BlockingIOError, match="lock"):
-        Exclusive(tmp_path / "lock")
+    refuses(BlockingIOError, "lock", Exclusive, tmp_path / "lock")
     del held
     Exclusive(tmp_path / "lock")
 
@@ -84,8 +84,7 @@ def test_a_state_that_no_loss_of_power_can_have_torn_is_damaged(
     content = bytearray((tmp_path / "state-0.bin").read_bytes())
     content[damage] ^= 1
     (tmp_path / "state-0.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=r"state-0\.bin"):
-        States(tmp_path)
+    refuses(ValueError, r"state-0\.bin", States, tmp_path)
 
 
 def test_a_commit_that_the_disk_refused_does_not_count(
@@ -98,8 +97,7 @@ def test_a_commit_that_the_disk_refused_does_not_count(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="error"):
-        states.commit(np.array([2]))
+    refuses(OSError, "error", states.commit, np.array([2]))
     assert (states.sequence, States(tmp_path).latest().tolist()) == (1, [1])
     monkeypatch.undo()
     states.commit(np.array([3]))

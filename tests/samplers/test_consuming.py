@@ -36,6 +36,7 @@ from replaykit import (
 )
 from replaykit.samplers.consuming import LiveSlots
 from tests.samplers.chi_square import chi_square_p
+from tests.support.refusals import refuses
 
 
 def numbers(first: int, count: int) -> TensorDict:
@@ -120,8 +121,7 @@ def test_consuming_buffer_matches_plain_model(seed: int, tmp_path: Path) -> None
             model.use(drawn)
             assert rb.sampler.ran_out is (not model.live)
         elif model.rows:
-            with pytest.raises(RuntimeError, match=f"has been sampled {uses} times"):
-                rb.sample(1)
+            refuses(RuntimeError, f"has been sampled {uses} times", rb.sample, 1)
         assert len(rb) == len(model.live)
         assert rb.can_sample(1) is bool(model.live)
         assert rb.storage[:] is not None if model.rows else True
@@ -206,8 +206,7 @@ def test_a_batch_that_could_not_be_made_is_given_back() -> None:
         fails[0] = True
         rb = consuming(2, transform=transform, batch_size=4)
         rb.extend(numbers(0, 5))
-        with pytest.raises(OSError, match="no"):
-            rb.sample(size)
+        refuses(OSError, "no", rb.sample, size)
         assert len(rb) == 5
         fails[0] = False
         drawn = [n for batch in rb for n in batch["number"].tolist()]
@@ -224,8 +223,7 @@ def test_a_row_that_was_written_meanwhile_is_not_given_back() -> None:
     rb.append_transform(transform)
     rb.extend(numbers(0, 4))
     rb.sampler.sample(rb.storage, 4)  # all of them once
-    with pytest.raises(OSError, match="no"):
-        rb.sample()
+    refuses(OSError, "no", rb.sample)
     # Their second use was taken back, but for the slot that holds another row now.
     uses = rb.sampler.state_dict()["_sample_count"]
     assert sorted(uses.tolist()) == [0, 1, 1, 1]
@@ -303,8 +301,7 @@ def test_invalid_states_are_refused() -> None:
         with pytest.raises(ValueError, match="expected"):
             rb.load_state_dict({**good, "_sampler": {**good["_sampler"], name: bad}})
     assert len(rb) == 6
-    with pytest.raises(ValueError, match="sampler"):
-        ReplayBuffer(storage=LazyTensorStorage(6)).load_state_dict(good)
+    refuses(ValueError, "sampler", ReplayBuffer(storage=LazyTensorStorage(6)).load_state_dict, good)
 
 
 # -- what it goes with ----------------------------------------------------------------------------
@@ -312,18 +309,15 @@ def test_invalid_states_are_refused() -> None:
 
 @pytest.mark.parametrize("given", [True, 1.5, "2"])
 def test_uses_are_whole_numbers(given: Any) -> None:
-    with pytest.raises(TypeError, match="max_sample_count as an int"):
-        ConsumingSampler(given)
+    refuses(TypeError, "max_sample_count as an int", ConsumingSampler, given)
     with pytest.raises(TypeError, match="consume_after_n_samples as an int"):
         ReplayBuffer(consume_after_n_samples=given)
 
 
 @pytest.mark.parametrize("given", [0, -3])
 def test_uses_are_at_least_one(given: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        ConsumingSampler(given)
-    with pytest.raises(ValueError, match="at least 1"):
-        ReplayBuffer(consume_after_n_samples=given)
+    refuses(ValueError, "at least 1", ConsumingSampler, given)
+    refuses(ValueError, "at least 1", ReplayBuffer, consume_after_n_samples=given)
 
 
 def test_consume_argument_accepts_compatible_samplers() -> None:
@@ -364,13 +358,11 @@ def test_consuming_sampler_refuses_incompatible_options(
         return ReplayBuffer(**{"storage": LazyTensorStorage(8), **given, **more})
 
     for more in ({"sampler": ConsumingSampler()}, {"consume_after_n_samples": 1}):
-        with pytest.raises(error, match=said):
-            made(**more)
+        refuses(error, said, made, **more)
     plain = made()
     if "shared" not in options:
         before = plain.sampler
-        with pytest.raises(error, match=said):
-            plain.set_sampler(ConsumingSampler())
+        refuses(error, said, plain.set_sampler, ConsumingSampler())
         assert plain.sampler is before
 
 
@@ -388,15 +380,12 @@ def test_consuming_sampler_refuses_incompatible_storages() -> None:
 
 
 def test_transforms_that_read_the_rows_around_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows around"):
-        consuming(transform=NStep(2, 0.9))
+    refuses(ValueError, "rows around", consuming, transform=NStep(2, 0.9))
     rb = consuming()
-    with pytest.raises(ValueError, match="rows around"):
-        rb.append_transform(NStep(2, 0.9))
+    refuses(ValueError, "rows around", rb.append_transform, NStep(2, 0.9))
     assert len(rb.transform) == 0
     plain = ReplayBuffer(transform=NStep(2, 0.9))
-    with pytest.raises(ValueError, match="rows around"):
-        plain.set_sampler(ConsumingSampler())
+    refuses(ValueError, "rows around", plain.set_sampler, ConsumingSampler())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -421,8 +410,7 @@ def test_rows_that_are_not_there_are_not_drawn() -> None:
     rb = consuming()
     rb.extend(numbers(0, 4))
     for outside in (4, 1000, -2):
-        with pytest.raises(IndexError, match=r"\[0, 4\)"):
-            rb.mark_update(torch.tensor([0, outside]))
+        refuses(IndexError, r"\[0, 4\)", rb.mark_update, torch.tensor([0, outside]))
     rb.mark_update(torch.tensor([-1, 2]))
     longer = consuming()
     longer.extend(numbers(0, 7))

@@ -17,6 +17,7 @@ from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
 from replaykit.transforms.history import HistoryTransform
+from tests.support.refusals import refuses
 
 # -- a model --------------------------------------------------------------------------------------
 
@@ -257,8 +258,7 @@ def test_rows_that_arrive_one_at_a_time() -> None:
     for step in range(2):
         rb.extend(steps([0], is_init=[False]))
         assert not rb.can_sample(1)
-        with pytest.raises(NotEnoughData, match=f"none of the {step + 1} stored rows"):
-            rb.sample(10)
+        refuses(NotEnoughData, f"none of the {step + 1} stored rows", rb.sample, 10)
     rb.extend(steps([0], is_init=[False]))
     data = rb.sample(10)
     assert data["index"].tolist() == [2] * 10
@@ -322,5 +322,4 @@ def test_a_storage_that_knows_no_episodes() -> None:
         transform=Looking(past=1),
     )
     rb.extend(steps([0, 0]))
-    with pytest.raises(RuntimeError, match="ListStorage"):
-        rb.sample(1)
+    refuses(RuntimeError, "ListStorage", rb.sample, 1)

@@ -20,6 +20,7 @@ from replaykit import (
 )
 from replaykit.errors import NotEnoughData, SchemaError
 from tests.samplers.chi_square import chi_square_p
+from tests.support.refusals import refuses
 
 
 def make(
@@ -149,8 +150,7 @@ def test_the_most_sampled_episode_leaves_first() -> None:
 
 def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
     rb = make([3, 9, 4], 20, where=lambda data: data["task"] == 2)
-    with pytest.raises(KeyError, match="task"):
-        rb.sample()
+    refuses(KeyError, "task", rb.sample)
     index = torch.arange(16)
     assert rb.tag(index[[0, 4]], {"task": torch.tensor([1, 2]), "name": torch.zeros(2, 3)}) == 2
     assert {t // 100 for _ in range(20) for t in starts(rb)} == {1}
@@ -169,14 +169,12 @@ def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
     assert {t // 100 for _ in range(20) for t in starts(rb)} == {1, 2}
     assert rb.storage.indexes.data()["task"].tolist() == [2, 2, 0]
     rb.tag(index[[4, 15]], {"task": 0})
-    with pytest.raises(NotEnoughData, match="no window that where= allows"):
-        rb.sample()
+    refuses(NotEnoughData, "no window that where= allows", rb.sample)
     for values, error in (
         ({"task": 2.0}, SchemaError), ({"task": torch.zeros(2, 2)}, SchemaError),
         ({"task": torch.zeros(3)}, ValueError), ({"draws": 1}, ValueError),
     ):  # fmt: skip
-        with pytest.raises(error, match=r"tag|name"):
-            rb.tag(index[[4, 15]], values)
+        refuses(error, r"tag|name", rb.tag, index[[4, 15]], values)
 
 
 @pytest.mark.parametrize("offset", ["first", "random"])
@@ -241,8 +239,7 @@ def test_a_pass_has_the_chosen_episodes_only(kind: str, tmp_path: Path) -> None:
         found = {t // 100 for _ in range(2) for t in starts(rb)}  # a new pass
         assert found == {1, 4, 5}
     rb.tag(index, {"task": 0})
-    with pytest.raises(NotEnoughData, match="where="):
-        rb.sample()
+    refuses(NotEnoughData, "where=", rb.sample)
     assert not rb.sampler.can_sample(rb.storage, 6)
 
 
@@ -298,8 +295,7 @@ def test_wrong_arguments_are_refused() -> None:
     for wrong, error in ((-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError)):
         with pytest.raises(error, match="alpha"):
             Coverage(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="base"):
-        Coverage(base="rows")
+    refuses(ValueError, "base", Coverage, base="rows")
     for arguments, text in (
         ({"where": lambda data: data, "recent": (0.5, 3)}, "where="),
         ({"measure": Coverage(), "draw": "sequential"}, "without a measure"),

@@ -26,6 +26,7 @@ from replaykit import (
 from replaykit.errors import NotEnoughData
 from tests.samplers.chi_square import chi_square_p
 from tests.samplers.test_episode_measures import write
+from tests.support.refusals import refuses
 
 
 def make(storage: Any = None, writer: Any = None, *, seed: int = 0, **options: Any) -> ReplayBuffer:
@@ -90,18 +91,15 @@ def test_a_draw_needs_an_episode_of_weight_with_a_window() -> None:
     write(rb, {0: 2, 1: 5})
     assert drawn(rb, 20).keys() == {100, 101, 102}
     rb.update_priority(torch.tensor([2]), 0.0)
-    with pytest.raises(RuntimeError, match="every priority of an episode"):
-        rb.sample()
+    refuses(RuntimeError, "every priority of an episode", rb.sample)
     write(rb, {2: 4})
     for size in (9, 3):
         assert rb.sampler.can_sample(rb.storage, size) is (size == 3)
-    with pytest.raises(NotEnoughData, match="2 with weight"):
-        rb.sample()
+    refuses(NotEnoughData, "2 with weight", rb.sample)
     rb.tag(torch.tensor([0]), {"task": 1})
     none = make(where=lambda data: data.length > 5)
     write(none, {0: 3})
-    with pytest.raises(NotEnoughData, match="where="):
-        none.sample()
+    refuses(NotEnoughData, "where=", none.sample)
 
 
 STORAGES: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -307,7 +305,5 @@ def test_options_that_exclude_each_other() -> None:
         ({"max_priority_within_buffer": True}, "within_buffer"), ({"unit": "rows"}, "unit"),
         ({"unit": "step", "cross": True, "where": lambda data: data.length > 1}, "cross=True"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            make(**options)
-    with pytest.raises(TypeError, match="where"):
-        make(where=3)
+        refuses(ValueError, text, make, **options)
+    refuses(TypeError, "where", make, where=3)

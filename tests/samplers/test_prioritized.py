@@ -20,6 +20,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
 )
+from tests.support.refusals import refuses
 
 NAN, INF = math.nan, math.inf
 
@@ -29,10 +30,8 @@ NAN, INF = math.nan, math.inf
 
 @pytest.mark.parametrize(("options", "missing"), [({"beta": 0.9}, "alpha"), ({"alpha": 1}, "beta")])
 def test_alpha_and_beta_are_required(options: Any, missing: str) -> None:
-    with pytest.raises(TypeError, match=f"PrioritizedSampler needs {missing}"):
-        PrioritizedSampler(**options)
-    with pytest.raises(TypeError, match=f"needs {missing}"):
-        PrioritizedSampler(10, **options)
+    refuses(TypeError, f"PrioritizedSampler needs {missing}", PrioritizedSampler, **options)
+    refuses(TypeError, f"needs {missing}", PrioritizedSampler, 10, **options)
 
 
 def test_positional_calls_work() -> None:
@@ -69,8 +68,7 @@ def test_the_signature_is_there_to_read() -> None:
 @pytest.mark.parametrize("value", [-0.1, NAN, INF, -INF])
 def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
     arguments = {"alpha": 0.7, "beta": 0.9, "eps": 1e-8, name: value}
-    with pytest.raises(ValueError, match=f"{name} must be greater or equal"):
-        PrioritizedSampler(**arguments)
+    refuses(ValueError, f"{name} must be greater or equal", PrioritizedSampler, **arguments)
     with pytest.raises(TypeError, match=f"expected {name} as a number"):
         PrioritizedSampler(**{**arguments, name: "large"})
     PrioritizedSampler(**{**arguments, name: torch.tensor(0)})
@@ -90,8 +88,7 @@ def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
     ],
 )
 def test_other_arguments_are_checked(options: Any, error: Any, match: str) -> None:
-    with pytest.raises(error, match=match):
-        PrioritizedSampler(**{"alpha": 0.7, "beta": 0.9, **options})
+    refuses(error, match, PrioritizedSampler, **{"alpha": 0.7, "beta": 0.9, **options})
 
 
 @pytest.mark.pitfall("PR14")
@@ -100,8 +97,7 @@ def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> No
     sampler = prioritized([1.0, 2.0]).sampler
     for name in ("alpha", "beta"):
         for wrong in (-1, NAN, INF):
-            with pytest.raises(ValueError, match=f"{name} must be greater or equal"):
-                setattr(sampler, name, wrong)
+            refuses(ValueError, f"{name} must be greater or equal", setattr, sampler, name, wrong)
     with pytest.raises(ValueError, match="power alpha=200"):
         sampler.alpha = 200.0
     assert (sampler.alpha, sampler.beta, raw(sampler)) == (0.7, 0.9, [1.0, 2.0])
@@ -129,13 +125,11 @@ def test_a_capacity_below_the_storages_is_refused() -> None:
         ReplayBuffer(storage=storage, sampler=PrioritizedSampler(7, 0.7, 0.9))
     buffer = ReplayBuffer(storage=storage)
     buffer.extend(torch.arange(3))
-    with pytest.raises(ValueError, match="max_size of 8, got 2"):
-        buffer.set_sampler(PrioritizedSampler(2, 0.7, 0.9))
+    refuses(ValueError, "max_size of 8, got 2", buffer.set_sampler, PrioritizedSampler(2, 0.7, 0.9))
     assert isinstance(buffer.sampler, RandomSampler)
     buffer.set_sampler(PrioritizedSampler(8, 0.7, 0.9))
     before = copy.deepcopy(buffer.sampler.state_dict())
-    with pytest.raises(ValueError, match="max_size of 9, got 8"):
-        buffer.set_storage(LazyTensorStorage(9))
+    refuses(ValueError, "max_size of 9, got 8", buffer.set_storage, LazyTensorStorage(9))
     assert buffer.storage is storage
     assert torch.equal(buffer.sampler.state_dict()["_priorities"], before["_priorities"])
     ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(100, 0.7, 0.9))
@@ -211,8 +205,7 @@ def test_all_zero_priorities_raise_error_with_advice(alpha: float, prioritized: 
     buffer = prioritized([0.0, 0.0], alpha=alpha, eps=0.0)
     state = buffer.sampler.generator.get_state()
     assert not buffer.can_sample(1)
-    with pytest.raises(RuntimeError, match=r"every stored priority is zero .* larger eps"):
-        buffer.sample(1)
+    refuses(RuntimeError, r"every stored priority is zero .* larger eps", buffer.sample, 1)
     assert torch.equal(buffer.sampler.generator.get_state(), state)
     buffer.update_priority(1, 1e-30)
     assert buffer.can_sample(1)
@@ -230,14 +223,12 @@ def test_powers_too_small_to_be_kept_are_zero(prioritized: Any) -> None:
 def test_empty_buffer_cannot_be_sampled(prioritized: Any) -> None:
     buffer = prioritized(capacity=4)
     assert not buffer.can_sample(1)
-    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
-        buffer.sample(1)
+    refuses(RuntimeError, "Cannot sample from an empty storage", buffer.sample, 1)
     buffer.extend(torch.arange(4))
     assert buffer.can_sample(1)
     buffer.empty()
     assert not buffer.can_sample(1)
-    with pytest.raises(RuntimeError, match="empty storage"):
-        buffer.sample(1)
+    refuses(RuntimeError, "empty storage", buffer.sample, 1)
 
 
 def test_a_storage_without_a_limit_takes_as_much_memory_as_it_needs() -> None:

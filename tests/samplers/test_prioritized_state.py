@@ -21,6 +21,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
+from tests.support.refusals import refuses
 
 NAN, INF = math.nan, math.inf
 COPIES = {
@@ -249,8 +250,7 @@ def test_a_state_of_another_number_of_rows_is_refused(prioritized: Any, raw: Any
     before = raw(buffer)
     for count in (0, 19, 21):
         state["_sampler"]["_priorities"] = torch.ones(count)
-        with pytest.raises(ValueError, match=f"expected 20 rows .* got {count}"):
-            buffer.load_state_dict(state)
+        refuses(ValueError, f"expected 20 rows .* got {count}", buffer.load_state_dict, state)
     assert raw(buffer) == before
 
 
@@ -258,10 +258,8 @@ def test_states_of_other_samplers_are_refused(prioritized: Any) -> None:
     buffer = used(prioritized)
     other = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement())
     other.extend(torch.arange(4))
-    with pytest.raises(ValueError, match="'prioritized' sampler"):
-        buffer.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="'without_replacement' sampler"):
-        other.load_state_dict(buffer.state_dict())
+    refuses(ValueError, "'prioritized' sampler", buffer.load_state_dict, other.state_dict())
+    refuses(ValueError, "'without_replacement' sampler", other.load_state_dict, buffer.state_dict())
 
 
 def test_priorities_are_not_handed_to_a_spawned_process(prioritized: Any) -> None:
@@ -270,5 +268,4 @@ def test_priorities_are_not_handed_to_a_spawned_process(prioritized: Any) -> Non
     buffer.set_writer(ImmutableDatasetWriter())
     context = multiprocessing.get_context("spawn")
     for thing in (buffer, buffer.sampler):
-        with pytest.raises(RuntimeError, match="spawned process"):
-            context.Process(target=len, args=(thing,)).start()
+        refuses(RuntimeError, "spawned process", context.Process(target=len, args=(thing,)).start)

@@ -17,6 +17,7 @@ from replaykit import (
 )
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.sampler import drawing_device
+from tests.support.refusals import refuses
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -102,8 +103,7 @@ def test_nothing_is_drawn_from_an_empty_storage(storage_kind: Any, name: str) ->
         rb.sample()
     assert str(caught.value) == "Cannot sample from an empty storage."
     assert isinstance(caught.value, RuntimeError)
-    with pytest.raises(RuntimeError, match="empty storage"):
-        next(iter(rb))
+    refuses(RuntimeError, "empty storage", next, iter(rb))
 
 
 def test_can_sample_draws_nothing(make_rows: Any) -> None:
@@ -154,8 +154,7 @@ def test_custom_sampler_needs_only_sample(make_rows: Any) -> None:
     assert rb.sampler.default_priority == 1.0
     assert repr(rb.sampler) == "Newest()"
     assert rb.sampler.state_dict() == {"_kind": "Newest"}
-    with pytest.raises(TypeError, match="Newest has no without-replacement variant"):
-        Newest(replacement=False)
+    refuses(TypeError, "Newest has no without-replacement variant", Newest, replacement=False)
 
 
 class Pairs(Sampler):

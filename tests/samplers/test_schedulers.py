@@ -21,6 +21,7 @@ from replaykit import (
     SchedulerList,
     StepScheduler,
 )
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -86,8 +87,7 @@ def test_a_value_that_the_attribute_refuses_changes_nothing(sampler: Any) -> Non
     scheduler = StepScheduler(sampler, "beta", gamma=-0.3, mode="additive")
     scheduler.step()
     for _ in range(2):
-        with pytest.raises(ValueError, match="beta"):
-            scheduler.step()
+        refuses(ValueError, "beta", scheduler.step)
     assert (scheduler.steps, sampler.beta) == (1, pytest.approx(0.1))
 
 
@@ -127,10 +127,8 @@ def test_scheduler_list_steps_all_schedulers(sampler: Any) -> None:
     both.append(SchedulerList([StepScheduler(sampler, "alpha", gamma=0.5)]))
     both.step()
     assert (sampler.alpha, sampler.beta, len(both)) == (0.25, 1.0, 2)
-    with pytest.raises(TypeError, match="expected a scheduler, got int"):
-        both.append(3)
-    with pytest.raises(TypeError, match="expected a scheduler"):
-        SchedulerList([sampler])
+    refuses(TypeError, "expected a scheduler, got int", both.append, 3)
+    refuses(TypeError, "expected a scheduler", SchedulerList, [sampler])
 
 
 @pytest.mark.parametrize(
@@ -151,8 +149,7 @@ def test_scheduler_list_steps_all_schedulers(sampler: Any) -> None:
 def test_arguments_are_checked(
     make: Callable[[Any], Any], error: Any, match: str, sampler: Any
 ) -> None:
-    with pytest.raises(error, match=match):
-        make(sampler)
+    refuses(error, match, make, sampler)
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -195,8 +192,7 @@ def test_states_of_other_schedulers_are_refused(kind: str, sampler: Any) -> None
     for other in MAKERS.values():
         state = other(sampler).state_dict()
         if other is not MAKERS[kind]:
-            with pytest.raises(ValueError, match="expected"):
-                scheduler.load_state_dict(state)
+            refuses(ValueError, "expected", scheduler.load_state_dict, state)
     inner = before["schedulers"][0] if kind == "list" else before
     wrong = [{**inner, "steps": -1}, {**inner, "param_name": "alpha"}, {}, None]
     for state in wrong:

@@ -26,6 +26,7 @@ from replaykit import (
     TensorStorage,
     Transition,
 )
+from tests.support.refusals import refuses
 
 
 def rows(done: list[int], start: int = 0, **columns: Any) -> TensorDict:
@@ -290,33 +291,27 @@ def test_after_loading_no_window_crosses_the_restart(tmp_path: Any) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=list(options)[-1]):
-        Sequence(**options)
+    refuses(error, list(options)[-1], Sequence, **options)
 
 
 def test_other_content_is_refused() -> None:
-    with pytest.raises(TypeError, match="ListStorage"):
-        ReplayBuffer(storage=ListStorage(4), sample_unit=Sequence(2))
+    refuses(TypeError, "ListStorage", ReplayBuffer, storage=ListStorage(4), sample_unit=Sequence(2))
     with pytest.raises(TypeError, match="tensor"):
         ReplayBuffer(storage=TensorStorage(torch.zeros(4)), sample_unit=Sequence(2))
     rb = ReplayBuffer(storage=LazyTensorStorage(4), sample_unit=Sequence(2))
     rb.extend(torch.zeros(3))
-    with pytest.raises(TypeError, match="TensorDicts"):
-        rb.sample(1)
+    refuses(TypeError, "TensorDicts", rb.sample, 1)
 
 
 def test_setters_keep_the_old_part() -> None:
     def windows() -> SliceSampler:
         return SliceSampler(slice_len=2)
 
-    with pytest.raises(ValueError, match="SliceSampler"):
-        buffer(Sequence(2), TWO, sampler=windows())
+    refuses(ValueError, "SliceSampler", buffer, Sequence(2), TWO, sampler=windows())
     rb = buffer(Sequence(2), TWO)
     before: tuple[Sampler, Any] = rb.sampler, rb.storage
-    with pytest.raises(ValueError, match="SliceSampler"):
-        rb.set_sampler(windows())
-    with pytest.raises(TypeError, match="ListStorage"):
-        rb.set_storage(ListStorage(3))
+    refuses(ValueError, "SliceSampler", rb.set_sampler, windows())
+    refuses(TypeError, "ListStorage", rb.set_storage, ListStorage(3))
     assert (rb.sampler, rb.storage) == before
     assert rb.sample(2).batch_size == (4,)
     other = ReplayBuffer(sampler=windows(), sample_unit=Transition())
@@ -325,8 +320,7 @@ def test_setters_keep_the_old_part() -> None:
 
 def test_a_missing_done_key() -> None:
     rb = buffer(Sequence(2, done_key=("next", "over")), TWO)
-    with pytest.raises(KeyError, match="over"):
-        rb.sample(2)
+    refuses(KeyError, "over", rb.sample, 2)
 
 
 # -- priorities -----------------------------------------------------------------------------------
@@ -430,14 +424,11 @@ def test_lanes_have_separate_priorities() -> None:
 def test_priority_update_needs_errors_and_validity_mask() -> None:
     rb = prioritized(Sequence(3))
     data = rb.sample(2)
-    with pytest.raises(KeyError, match="td_error"):
-        rb.update_tensordict_priority(data)
+    refuses(KeyError, "td_error", rb.update_tensordict_priority, data)
     data["td_error"] = torch.zeros(6)
-    with pytest.raises(KeyError, match="validity_mask"):
-        rb.update_tensordict_priority(data.exclude("validity_mask"))
+    refuses(KeyError, "validity_mask", rb.update_tensordict_priority, data.exclude("validity_mask"))
     data["td_error"][0] = -1
-    with pytest.raises(ValueError, match="not negative"):
-        rb.update_tensordict_priority(data)
+    refuses(ValueError, "not negative", rb.update_tensordict_priority, data)
     assert (rb.sampler.state_dict()["_priorities"] == 1).all()
 
 

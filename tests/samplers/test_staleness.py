@@ -32,6 +32,7 @@ from replaykit import (
 )
 from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from tests.samplers.chi_square import chi_square_p
+from tests.support.refusals import refuses
 
 
 def rows(versions: Any, key: str = "policy_version") -> TensorDict:
@@ -149,16 +150,14 @@ def test_max_staleness_excludes_older_rows() -> None:
     assert set(rb.sample(500)["index"].tolist()) == {2, 3}
     rb.sampler.consumer_version = 30
     assert not rb.can_sample(1)
-    with pytest.raises(RuntimeError, match=r"max_staleness=3 with consumer_version=30"):
-        rb.sample(1)
+    refuses(RuntimeError, r"max_staleness=3 with consumer_version=30", rb.sample, 1)
     rb.sampler.max_staleness = -1
     assert set(rb.sample(500)["index"].tolist()) == {0, 1, 2, 3}
 
 
 def test_zero_weights_exclude_rows_or_raise_error() -> None:
     rb = stale([0, 1], consumer_version=1, staleness_weight_fn=lambda s: torch.zeros_like(s))
-    with pytest.raises(RuntimeError, match="weight of all 2 rows is 0"):
-        rb.sample(1)
+    refuses(RuntimeError, "weight of all 2 rows is 0", rb.sample, 1)
     some = stale([0, 0, 1], consumer_version=1, staleness_weight_fn=lambda s: (s == 0).double())
     assert some.sample(1)["index"].tolist() == [2]
     assert some.sample(5)["index"].tolist() == [2] * 5  # 1 row can be drawn: with replacement
@@ -179,8 +178,7 @@ def test_zero_weights_exclude_rows_or_raise_error() -> None:
 def test_invalid_weights_are_refused(weight: Any) -> None:
     rb = stale([0, 1, 1], consumer_version=1, staleness_weight_fn=weight)
     assert not rb.can_sample(1)
-    with pytest.raises(ValueError, match="staleness_weight_fn"):
-        rb.sample(1)
+    refuses(ValueError, "staleness_weight_fn", rb.sample, 1)
 
 
 def test_a_version_that_is_set_in_the_middle_of_a_draw_is_for_the_next_one() -> None:
@@ -228,26 +226,20 @@ def test_invalid_arguments_and_columns_are_refused() -> None:
         StalenessAwareSampler(staleness_weight_fn=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_staleness as an int"):
         StalenessAwareSampler(max_staleness=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 0, or -1"):
-        StalenessAwareSampler(max_staleness=-2)
+    refuses(ValueError, "at least 0, or -1", StalenessAwareSampler, max_staleness=-2)
     with pytest.raises(TypeError, match="consumer_version as an int"):
         StalenessAwareSampler().consumer_version = 1.5  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="no without-replacement variant"):
-        StalenessAwareSampler(replacement=False)
+    refuses(TypeError, "no without-replacement variant", StalenessAwareSampler, replacement=False)
     rb = stale(version_key="other")
-    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
-        rb.sample(1)
+    refuses(RuntimeError, "Cannot sample from an empty storage", rb.sample, 1)
     rb.extend(rows([0, 1]))
     assert not rb.can_sample(1)
-    with pytest.raises(KeyError, match="other"):
-        rb.sample(1)
+    refuses(KeyError, "other", rb.sample, 1)
     wide = stale()
     wide.extend(TensorDict({"policy_version": torch.zeros(3, 2)}, [3]))
-    with pytest.raises(ValueError, match="one version a row"):
-        wide.sample(1)
+    refuses(ValueError, "one version a row", wide.sample, 1)
     young = stale([1, 2], consumer_version=1)  # 1 / 0
-    with pytest.raises(ValueError, match="negative staleness"):
-        young.sample(1)
+    refuses(ValueError, "negative staleness", young.sample, 1)
 
 
 def test_nested_keys_lists_and_lanes() -> None:
@@ -258,8 +250,7 @@ def test_nested_keys_lists_and_lanes() -> None:
     assert listed.sample(1)["policy_version"].tolist() == [1]
     bare = stale(storage=ListStorage(4))
     bare.extend([TensorDict({"x": torch.zeros(())}, [])])
-    with pytest.raises(KeyError, match="policy_version"):
-        bare.sample(1)
+    refuses(KeyError, "policy_version", bare.sample, 1)
     lanes = stale(storage=LazyTensorStorage(12, ndim=2), consumer_version=2, max_staleness=0)
     lanes.extend(TensorDict({"policy_version": torch.tensor([[0, 1, 2], [2, 2, 0]])}, [2, 3]))
     batch = lanes.sample(3)
@@ -494,8 +485,7 @@ def test_wrapped_data_and_replaced_storage_are_sampled() -> None:
     rb.extend(rows([2]))
     assert sorted(rb.sample(2)["index"].tolist()) == [0, 2]
     old = rb.set_storage(LazyTensorStorage(4))
-    with pytest.raises(RuntimeError, match="empty storage"):
-        rb.sample(1)
+    refuses(RuntimeError, "empty storage", rb.sample, 1)
     rb.extend(rows([0, 2]))
     rb.sampler.consumer_version = 2
     assert rb.sample(1)["index"].tolist() == [1]
@@ -573,8 +563,7 @@ def test_state_holds_versions_and_parameters() -> None:
         ("_counts", torch.tensor([2])),
         ("_versions", [1]),
     ):
-        with pytest.raises(ValueError, match="expected"):
-            rb.sampler.load_state_dict({**state, name: bad})
+        refuses(ValueError, "expected", rb.sampler.load_state_dict, {**state, name: bad})
     rb.empty()
     assert rb.sampler.consumer_version == 0  # type: ignore[attr-defined]
 

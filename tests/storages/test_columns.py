@@ -18,6 +18,7 @@ from replaykit.schema import Schema, split_leaves
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
 from replaykit.storages.memory import carried
+from tests.support.refusals import refuses
 
 
 def _columns(data: Any, ndim: int = 1) -> Columns:
@@ -257,8 +258,7 @@ def test_rows_that_share_memory_can_be_read_and_not_written(shared: torch.Tensor
         lambda: rb.__setitem__(0, row),
         lambda: rb.set_("shared", torch.ones_like(shared)),
     ):
-        with pytest.raises(RuntimeError, match=r"rows that share no memory.*'shared'; clone"):
-            write()
+        refuses(RuntimeError, r"rows that share no memory.*'shared'; clone", write)
     assert rb["own"].tolist() == [0.0, 0.0, 0.0]
     assert rb.storage.ledger.next_position == 3
 
@@ -288,8 +288,7 @@ def test_a_transfer_that_fails_changes_nothing(
     # Values on another device, or in memory of the buffer's own, go this way.
     monkeypatch.setattr(Columns, "scatter_ring", lambda *_: False)
     monkeypatch.setattr(Columns, "own", failing)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        rb.extend(make_rows(7, 2))
+    refuses(RuntimeError, "out of memory", rb.extend, make_rows(7, 2))
     assert len(calls) == 4
     assert snapshot(rb) == before
 

@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.errors import SchemaError
 from replaykit.storages.content import Content
+from tests.support.refusals import refuses
 
 
 @tensorclass
@@ -68,15 +69,13 @@ def test_items_are_copies() -> None:
 def test_key_without_text_form_is_refused(make_rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend({("a", "b"): torch.zeros(2)})
-    with pytest.raises(TypeError, match="keys that are strings or ints"):
-        rb.storage.content().to_state()
+    refuses(TypeError, "keys that are strings or ints", rb.storage.content().to_state)
 
 
 def test_rows_of_several_layouts_have_no_single_group() -> None:
     with pytest.raises(SchemaError, match="4 layouts and 4 rows that are not tensors"):
         Content.of_items(MIXED).single_group()
-    with pytest.raises(SchemaError, match="0 layouts"):
-        Content.of_items([]).single_group()
+    refuses(SchemaError, "0 layouts", Content.of_items([]).single_group)
 
 
 def _state(**changes: Any) -> dict[str, Any]:
@@ -111,8 +110,7 @@ def _state(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_invalid_state_is_refused(state: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Content.from_state(state)
+    refuses(ValueError, message, Content.from_state, state)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,7 @@ def test_invalid_state_is_refused(state: Any, message: str) -> None:
 def test_columns_that_do_not_fit_their_schema_are_refused(columns: Any, message: str) -> None:
     state = Content.of_items([torch.zeros(2), torch.ones(2)]).to_state()
     state["groups"][0]["columns"] = columns
-    with pytest.raises(ValueError, match=message):
-        Content.from_state(state)
+    refuses(ValueError, message, Content.from_state, state)
 
 
 # -- state dicts of storages ----------------------------------------------------------------------
@@ -206,8 +203,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(
     if storage_kind.columns:
         other = ReplayBuffer(storage=LazyTensorStorage(3))
         other.extend(make_rows(0, 3).exclude("action"))
-        with pytest.raises(SchemaError, match="key 'action'"):
-            rb.storage.load_state_dict(other.storage.state_dict())
+        refuses(SchemaError, "key 'action'", rb.storage.load_state_dict, other.storage.state_dict())
     assert snapshot(rb) == before
 
 
@@ -215,8 +211,7 @@ def test_pytrees_have_no_state_dict(column_kind: Any) -> None:
     row = (torch.tensor(0), {"a": torch.tensor(1)})
     rb = column_kind.buffer(4, row)
     rb.extend((torch.zeros(2, dtype=torch.int64), {"a": torch.ones(2, dtype=torch.int64)}))
-    with pytest.raises(TypeError, match=r"are not supported by .*; use dumps\(path\)"):
-        rb.storage.state_dict()
+    refuses(TypeError, r"are not supported by .*; use dumps\(path\)", rb.storage.state_dict)
     rb.storage.dumps(column_kind.folder / "saved")
     other = LazyTensorStorage(4)
     other.loads(column_kind.folder / "saved")
@@ -246,13 +241,11 @@ def test_lanes_travel_with_their_rows(make_lanes: Any, tmp_path: Any) -> None:
         small.loads(tmp_path)
     assert small[:]["id"].tolist() == [[1, 101], [2, 102]]
     for other in (LazyTensorStorage(8), ListStorage(8), LazyTensorStorage(8, ndim=3)):
-        with pytest.raises(SchemaError, match=r"ndim"):
-            other.loads(tmp_path)
+        refuses(SchemaError, r"ndim", other.loads, tmp_path)
         assert len(other) == 0
     wider = ReplayBuffer(storage=LazyTensorStorage(9, ndim=2))
     wider.extend(make_lanes(0, 1, (3,)))
-    with pytest.raises(SchemaError, match=r"lanes of sizes \[3\], got \[2\]"):
-        wider.storage.loads(tmp_path)
+    refuses(SchemaError, r"lanes of sizes \[3\], got \[2\]", wider.storage.loads, tmp_path)
 
 
 @pytest.mark.pitfall("CK11")

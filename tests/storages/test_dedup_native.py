@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
 from replaykit.storages.dedup_memory import NativeObservations
+from tests.support.refusals import refuses
 
 
 def _steps(values: list[float], **columns: Any) -> TensorDict:
@@ -144,8 +145,7 @@ def test_a_mismatch_changes_nothing(core: bool) -> None:
         rb = _with(_steps([0, 1, 2]), 40, core=core)
         before = rb[:]
         for _ in range(2):
-            with pytest.raises(ValueError, match=message):
-                rb.extend(rows)
+            refuses(ValueError, message, rb.extend, rows)
             assert len(rb) == 2
             assert bool((rb[:] == before).all())
         rb.extend(_steps([2, 3, 4]))
@@ -165,11 +165,9 @@ def test_episodes_end_at_flags_of_any_dtype(core: bool, dtype: torch.dtype) -> N
     rb.extend(rows([7, 8, 9], 0, 0))
     rb.extend(torch.cat([rows([9, 10], 1), rows([20, 21, 22], 0, 0)]))
     # In floats -0.0 is no end, though one of its bits is set.
-    with pytest.raises(ValueError, match="row 1"):
-        rb.extend(torch.cat([rows([22, 23], -0.0), rows([30, 31], 0)]))
+    refuses(ValueError, "row 1", rb.extend, torch.cat([rows([22, 23], -0.0), rows([30, 31], 0)]))
     rb.extend(rows([22, 23], -0.0))
-    with pytest.raises(ValueError, match="row 0"):
-        rb.extend(rows([30, 31], 0))
+    refuses(ValueError, "row 0", rb.extend, rows([30, 31], 0))
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21, 22, 23]
     assert rb.storage.overflow_rows == 3
 
@@ -179,8 +177,7 @@ def test_episodes_end_where_an_id_changes(core: bool) -> None:
     rb = _with(_steps([0, 1, 2], episode=[1, 1]), 40, core=core)
     rb.extend(_steps([7, 8, 9], episode=[2, 2]))
     rb.extend(torch.cat([_steps([9, 10], episode=[2]), _steps([20, 21], episode=[3])]))
-    with pytest.raises(ValueError, match="row 0"):
-        rb.extend(_steps([30, 31, 32], episode=[3, 3]))
+    refuses(ValueError, "row 0", rb.extend, _steps([30, 31, 32], episode=[3, 3]))
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21]
     assert rb.storage.overflow_rows == 3
 
@@ -190,8 +187,7 @@ def test_cut_accepts_any_next_row_once(core: bool) -> None:
     rb = _with(_steps([0, 1, 2]), 40, core=core)
     rb.writer.cut()
     rb.extend(_steps([7, 8, 9]))
-    with pytest.raises(ValueError, match=r"row 0: .*newest"):
-        rb.extend(_steps([7, 8, 9]))
+    refuses(ValueError, r"row 0: .*newest", rb.extend, _steps([7, 8, 9]))
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9]
 
 
@@ -199,8 +195,7 @@ def test_cut_accepts_any_next_row_once(core: bool) -> None:
 def test_slots_outside_are_refused(core: bool) -> None:
     rb = _with(_steps([0, 1, 2]), 40, core=core)
     for slot in (-1, 2, 40, 2**40):
-        with pytest.raises(IndexError, match=rf"\[0, 2\).*{slot}"):
-            rb.storage.read(torch.tensor([0, slot]))
+        refuses(IndexError, rf"\[0, 2\).*{slot}", rb.storage.read, torch.tensor([0, slot]))
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -283,8 +278,7 @@ class _Memory:
     ids=str,
 )
 def test_descriptions_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        _core(**changes)
+    refuses(ValueError, "expected", _core, **changes)
 
 
 def test_entries_are_shared_and_used_again() -> None:
@@ -321,8 +315,7 @@ def test_references_that_contradict_each_other_are_refused() -> None:
     ):
         kept = memory.references.copy()
         memory.references[row, kind] = value
-        with pytest.raises(ValueError, match=message):
-            memory.core.derive(2)
+        refuses(ValueError, message, memory.core.derive, 2)
         memory.references[:] = kept
     memory.core.derive(2)
     assert memory.read([0, 1], 1) == [2, 3]
@@ -335,8 +328,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     index = np.array([0, 4], np.int64)
     rows = [batch.ctypes.data, batch.ctypes.data]
     out = [np.empty(2, np.int64).ctypes.data]
-    with pytest.raises(IndexError, match=r"\[0, 4\), got 4"):
-        core.gather(index.ctypes.data, 2, 0, out, [8], 1)
+    refuses(IndexError, r"\[0, 4\), got 4", core.gather, index.ctypes.data, 2, 0, out, [8], 1)
     for to, strides, count, kind in (
         ([], [], 1, 0),
         (out, [], 1, 0),
@@ -344,29 +336,21 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         (out, [8], 1, 2),
         (out, [8], 1, 3),
     ):
-        with pytest.raises(ValueError, match="expected"):
-            core.gather(index.ctypes.data, count, kind, to, strides, 1)
-    with pytest.raises(ValueError, match="each of 2 leaves, got 1"):
-        core.compare_run(3, -1, rows[:1], 1)
+        refuses(ValueError, "expected", core.gather, index.ctypes.data, count, kind, to, strides, 1)
+    refuses(ValueError, "each of 2 leaves, got 1", core.compare_run, 3, -1, rows[:1], 1)
     for count, newest in ((0, 0), (1, 4), (1, -2)):
-        with pytest.raises(ValueError, match="at least one row"):
-            core.compare_run(count, newest, rows, 1)
+        refuses(ValueError, "at least one row", core.compare_run, count, newest, rows, 1)
     after = np.array([1, -1, -1], np.int64)
     with pytest.raises(ValueError, match="places of rows"):
         core.compare(np.array([3, 0, 1], np.int64).ctypes.data, after.ctypes.data, 3, rows, 1)
     core.forget()
-    with pytest.raises(ValueError, match="compared last"):
-        core.plan(batch.ctypes.data, 3, 0)
+    refuses(ValueError, "compared last", core.plan, batch.ctypes.data, 3, 0)
     core.compare_run(3, -1, rows, 1)
-    with pytest.raises(ValueError, match="compared last"):
-        core.plan(batch.ctypes.data, 2, 0)
-    with pytest.raises(IndexError, match="got 4"):
-        core.plan(np.array([1, 2, 4], np.int64).ctypes.data, 3, 0)
-    with pytest.raises(ValueError, match="stored rows"):
-        core.plan_run(4, 3)
+    refuses(ValueError, "compared last", core.plan, batch.ctypes.data, 2, 0)
+    refuses(IndexError, "got 4", core.plan, np.array([1, 2, 4], np.int64).ctypes.data, 3, 0)
+    refuses(ValueError, "stored rows", core.plan_run, 4, 3)
     core.forget()
-    with pytest.raises(ValueError, match="a plan"):
-        core.write(rows, 1)
+    refuses(ValueError, "a plan", core.write, rows, 1)
     assert memory.root.tolist() == [0, 0, 0, 0]
 
 

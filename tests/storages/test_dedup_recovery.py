@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
 from replaykit.storages.observation_table import ObservationTable
+from tests.support.refusals import refuses
 
 SLOTS = 19
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -124,11 +125,9 @@ class _Worker:
                 elements = torch.arange(len(self.rb) * table.cells).numpy()
                 with self.rb.storage.lock:
                     table.journal.journal(elements, elements[:0], table.cells, [])
-                    with pytest.raises(RuntimeError, match="cut off"):
-                        self.rb.extend(rows)
+                    refuses(RuntimeError, "cut off", self.rb.extend, rows)
                 return
-            with pytest.raises(RuntimeError, match="cut off"):
-                self.rb.extend(rows)
+            refuses(RuntimeError, "cut off", self.rb.extend, rows)
 
 
 def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
@@ -229,8 +228,7 @@ def test_other_leaves_stored_once_are_refused_by_name(
     rb = kept(tmp_path)
     rb.extend(episode(0, 5))
     del rb
-    with pytest.raises(ValueError, match=message):
-        kept(tmp_path, **options)
+    refuses(ValueError, message, kept, tmp_path, **options)
     assert kept(tmp_path, dedup_next=["x", "pixels"])["next", "x"].tolist() == [1, 2, 3, 4, 5]
 
 
@@ -240,8 +238,7 @@ def test_dense_files_are_refused_by_deduplicated_storage(tmp_path: Path) -> None
     record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
     assert record["format_version"] == 1  # which older versions read as well
     del rb
-    with pytest.raises(ValueError, match=r"dedup_next=\['x', 'pixels'\], got False"):
-        kept(tmp_path)
+    refuses(ValueError, r"dedup_next=\['x', 'pixels'\], got False", kept, tmp_path)
 
 
 def test_manifest_lists_deduplicated_keys(tmp_path: Path) -> None:
@@ -269,8 +266,7 @@ def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, h
     elif harm == "link":
         (tmp_path / "elsewhere").write_bytes(content)
         path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=Path(file).name):
-        kept(tmp_path, "streams")
+    refuses(CheckpointError, Path(file).name, kept, tmp_path, "streams")
     path.unlink(missing_ok=True)
     path.write_bytes(content)
     assert bool((kept(tmp_path, "streams")[:] == before).all())  # who was refused changed nothing
@@ -295,8 +291,7 @@ def test_bookkeeping_that_contradicts_itself_is_refused(
     numbers = np.frombuffer(path.read_bytes(), np.int32).copy()
     numbers[2 * row + kind] = value
     path.write_bytes(numbers.tobytes())
-    with pytest.raises(CheckpointError, match=message):
-        kept(tmp_path, "streams")
+    refuses(CheckpointError, message, kept, tmp_path, "streams")
 
 
 def test_space_of_others_is_refused_or_taken(tmp_path: Path) -> None:
@@ -305,8 +300,7 @@ def test_space_of_others_is_refused_or_taken(tmp_path: Path) -> None:
     for name in ("pixels.memmap", "records.memmap"):
         (tmp_path / name).unlink()
     rb = kept(tmp_path)
-    with pytest.raises(RuntimeError, match=r"beside.*exists"):
-        rb.extend(episode(0, 5))
+    refuses(RuntimeError, r"beside.*exists", rb.extend, episode(0, 5))
     del rb, other
     rb = kept(tmp_path, existsok=True)
     rb.extend(episode(0, 5))

@@ -25,6 +25,7 @@ from replaykit.storages.indexing import (
     unravel_index,
     with_lanes,
 )
+from tests.support.refusals import refuses
 
 # -- rows of one dimension ------------------------------------------------------------------------
 
@@ -134,8 +135,7 @@ def test_invalid_index_raises_type_error(storage_kind: Any, make_rows: Any) -> N
 
 
 def test_a_step_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="step cannot be zero"):
-        as_index(slice(0, 3, 0), 5)
+    refuses(ValueError, "step cannot be zero", as_index, slice(0, 3, 0), 5)
 
 
 def test_ints_and_slices_are_views_and_everything_else_is_a_copy(
@@ -196,8 +196,7 @@ def test_slots_of_a_low_level_write(cursor: Any, slots: list[int]) -> None:
 
 @pytest.mark.parametrize("cursor", [7, -1, [0, 7], torch.tensor([-1]), range(6, 9)])
 def test_slots_outside_the_capacity_are_refused(cursor: Any) -> None:
-    with pytest.raises(IndexError, match=r"expected rows in \[0, 7\), got"):
-        as_slots(cursor, 7)
+    refuses(IndexError, r"expected rows in \[0, 7\), got", as_slots, cursor, 7)
 
 
 @pytest.mark.parametrize("cursor", [True, torch.tensor([True, False]), [False], 1.5, "a", None])
@@ -234,8 +233,7 @@ def test_set_makes_records_and_leaves_no_hole(
     rb.empty()
     for cursor in ([1], [0, 2], 3):
         rows = make_rows(0, 1)[0] if isinstance(cursor, int) else make_rows(0, len(cursor))
-        with pytest.raises(RuntimeError, match="expected no gap after the 0 stored rows"):
-            storage.set(cursor, rows)
+        refuses(RuntimeError, "expected no gap after the 0 stored rows", storage.set, cursor, rows)
     assert len(storage) == 0
 
 
@@ -373,8 +371,7 @@ def test_coordinates_are_checked_one_by_one() -> None:
             check_cells(torch.tensor([[0, 0], cell]), shape)
     with pytest.raises(IndexError, match="expected 2 coordinates, got 3"):
         check_cells(torch.zeros(1, 3, dtype=torch.int64), shape)
-    with pytest.raises(IndexError, match=r"\[0, 4\), got -7"):
-        check_range(torch.tensor([-7, 9]), 0, 4)
+    refuses(IndexError, r"\[0, 4\), got -7", check_range, torch.tensor([-7, 9]), 0, 4)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -414,8 +411,7 @@ def test_contains_recognises_stored_rows(column_kind: Any, make_rows: Any) -> No
     assert [i for i in range(-6, 7) if i in storage] == [-4, -3, -2, -1, 0, 1, 2, 3]
     assert storage.contains(torch.tensor([0, 3, 4, -1, 2**40])).tolist() == [1, 1, 0, 0, 0]
     for item in ("a", 1.0, True, None, torch.tensor([0.5]), torch.tensor([True]), [1]):
-        with pytest.raises(TypeError, match="an int or an integer tensor"):
-            storage.contains(item)
+        refuses(TypeError, "an int or an integer tensor", storage.contains, item)
 
 
 def test_iterating_yields_the_stored_rows_in_physical_order(

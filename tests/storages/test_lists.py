@@ -12,6 +12,7 @@ from tensordict import TensorDict, tensorclass
 
 from replaykit import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from replaykit.samplers import SamplerWithoutReplacement
+from tests.support.refusals import refuses
 
 
 @tensorclass
@@ -28,8 +29,7 @@ def test_the_capacity_is_2_to_the_63_unless_given() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "3"])
 def test_invalid_capacity_is_refused(capacity: Any) -> None:
-    with pytest.raises(ValueError, match="max_size as an int of at least 1"):
-        ListStorage(capacity)
+    refuses(ValueError, "max_size as an int of at least 1", ListStorage, capacity)
 
 
 BATCHES: dict[str, tuple[Any, list[Any]]] = {
@@ -63,8 +63,7 @@ def test_extend_stores_the_elements_as_add_would(name: str) -> None:
 @pytest.mark.parametrize("batch", ["text", 3, None, {"a": 1}, object()])
 def test_extend_refuses_objects_without_rows_and_add_accepts_them(batch: Any) -> None:
     rb = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
-    with pytest.raises(TypeError, match=r"got \w+; add\(\) stores it as one row"):
-        rb.extend(batch)
+    refuses(TypeError, r"got \w+; add\(\) stores it as one row", rb.extend, batch)
     assert len(rb) == 0
     assert rb.write_count == 0
     assert rb.add(batch) == 0
@@ -150,12 +149,10 @@ def test_dtypes_that_tensordict_cannot_copy_keep_their_bits(make: Any, fingerpri
 def test_unstackable_rows_raise_error_with_advice() -> None:
     rb = ReplayBuffer(storage=ListStorage(5))
     rb.extend(["a", "b"])
-    with pytest.raises(TypeError, match="got str; give the buffer a collate_fn"):
-        rb.sample(2)
+    refuses(TypeError, "got str; give the buffer a collate_fn", rb.sample, 2)
     rb = ReplayBuffer(storage=ListStorage(5))
     rb.extend([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(ValueError, match=r"cannot be stacked.*LazyStackStorage"):
-        rb[:]
+    refuses(ValueError, r"cannot be stacked.*LazyStackStorage", lambda: rb[:])
 
 
 # -- positions ------------------------------------------------------------------------------------
@@ -197,14 +194,11 @@ def test_invalid_positions_are_refused(snapshot: Any) -> None:
         (-1, "x", "beyond the capacity"),
         ([0, 3], ["x", "y"], "expected a position up to 2, got 3"),
     ):
-        with pytest.raises(RuntimeError, match=message):
-            storage.set(position, rows)
+        refuses(RuntimeError, message, storage.set, position, rows)
     with pytest.raises(RuntimeError, match="expected a position up to 2, got 2"):
         storage.set(2, "x", set_cursor=False)
-    with pytest.raises(ValueError, match="expected 1 rows for as many slots, got 2"):
-        storage.set([0], ["x", "y"])
-    with pytest.raises(TypeError, match="bool mask"):
-        storage.set(torch.tensor([True, False]), ["x"])
+    refuses(ValueError, "expected 1 rows for as many slots, got 2", storage.set, [0], ["x", "y"])
+    refuses(TypeError, "bool mask", storage.set, torch.tensor([True, False]), ["x"])
     for index in (2, -3, [0, 2], torch.tensor([5])):
         with pytest.raises(IndexError):
             storage[index]
@@ -233,14 +227,12 @@ def test_contains_recognises_stored_rows() -> None:
     assert -4 not in storage
     assert storage.contains(torch.tensor([0, 2, 3, -1, 2**40])).tolist() == [1, 1, 0, 0, 0]
     for item in ("a", 1.0, True, torch.tensor([0.5]), torch.tensor([True])):
-        with pytest.raises(TypeError, match="an int or an integer tensor"):
-            storage.contains(item)
+        refuses(TypeError, "an int or an integer tensor", storage.contains, item)
 
 
 def test_the_storage_is_its_own_flat_form() -> None:
     storage = ListStorage(3)
-    with pytest.raises(RuntimeError, match="nothing is stored yet"):
-        storage.flatten()
+    refuses(RuntimeError, "nothing is stored yet", storage.flatten)
     storage.set(0, "a")
     assert storage.flatten() is storage
     assert storage.ndim == 1

@@ -14,6 +14,7 @@ from replaykit import LazyTensorStorage, ReplayBuffer, native
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.storages.columns import Columns
 from replaykit.storages.records import plan_records
+from tests.support.refusals import refuses
 
 SOURCES = ["records", "columns", "lanes first", "expanded", "unfolded", "every other", "offset"]
 LANES: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 3: (2, 3)}
@@ -230,11 +231,9 @@ def test_rows_outside_are_named(columns: Columns, wrong: int, place: int, mapped
     columns.advise = mapped
     index = torch.zeros(100, dtype=torch.int64)
     index[place] = wrong
-    with pytest.raises(IndexError, match=rf"expected rows in \[0, {SLOTS}\), got {wrong}$"):
-        columns.gather(index)
+    refuses(IndexError, rf"expected rows in \[0, {SLOTS}\), got {wrong}$", columns.gather, index)
     index[place] = 5
-    with pytest.raises(IndexError, match=r"expected rows in \[0, 5\), got 5"):
-        columns.gather(index, 5)
+    refuses(IndexError, r"expected rows in \[0, 5\), got 5", columns.gather, index, 5)
     with pytest.raises(ValueError, match=f"expected at most {SLOTS} rows, got {SLOTS + 1}"):
         columns.gather(index, SLOTS + 1)
 
@@ -257,18 +256,12 @@ def test_a_table_takes_as_many_numbers_as_it_has_fields() -> None:
     table = native.Table([memory.data_ptr()], [32], [32], 4)
     for addresses, strides in (([], [32]), ([to.data_ptr()], []), ([to.data_ptr()] * 2, [32] * 2)):
         text = "expected an address and a stride for each of 1 fields, got"
-        with pytest.raises(ValueError, match=text):
-            table.gather(index.data_ptr(), 2, 4, addresses, strides, 1)
-        with pytest.raises(ValueError, match=text):
-            table.gather(index.data_ptr(), 2, 4, addresses, strides, 1, True)
-        with pytest.raises(ValueError, match=text):
-            table.scatter(index.data_ptr(), 2, addresses, strides, 1)
+        refuses(ValueError, text, table.gather, index.data_ptr(), 2, 4, addresses, strides, 1)
+        refuses(ValueError, text, table.gather, index.data_ptr(), 2, 4, addresses, strides, 1, True)
+        refuses(ValueError, text, table.scatter, index.data_ptr(), 2, addresses, strides, 1)
     for addresses in ([], [to.data_ptr()] * 2):
         with pytest.raises(ValueError, match="expected an address and a stride for each of 1"):
             table.scatter_ring(0, 2, 0, addresses, 1)
-    with pytest.raises(ValueError, match="as many strides and sizes as fields"):
-        native.Table([0, 0], [1], [1], 1)
-    with pytest.raises(ValueError, match="rows >= 0"):
-        native.Table([0], [1], [1], -1)
-    with pytest.raises(ValueError, match="sizes of at least 0"):
-        native.Table([0], [1], [-1], 1)
+    refuses(ValueError, "as many strides and sizes as fields", native.Table, [0, 0], [1], [1], 1)
+    refuses(ValueError, "rows >= 0", native.Table, [0], [1], [1], -1)
+    refuses(ValueError, "sizes of at least 0", native.Table, [0], [1], [-1], 1)

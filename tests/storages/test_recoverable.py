@@ -21,6 +21,7 @@ from replaykit import (
     ReplayBuffer,
 )
 from replaykit.errors import CheckpointError, SchemaError
+from tests.support.refusals import refuses
 
 
 def opened(
@@ -74,8 +75,7 @@ def test_a_closed_storage_only_reads(tmp_path: Path, length: int) -> None:
         rb.empty,
     ]
     for write in writes:
-        with pytest.raises(RuntimeError, match="the storage is closed, and can only read"):
-            write()
+        refuses(RuntimeError, "the storage is closed, and can only read", write)
     assert rb[:]["number"].equal(again[:]["number"])
     assert again.extend(rows(length, 2)).tolist() == [length % 10, length % 10 + 1]
     del again
@@ -217,8 +217,7 @@ def test_another_storage_is_refused_by_name(
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
     del rb
-    with pytest.raises(ValueError, match=message):
-        opened(tmp_path, **options)
+    refuses(ValueError, message, opened, tmp_path, **options)
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
 
 
@@ -227,8 +226,7 @@ def test_other_rows_are_refused(tmp_path: Path) -> None:
     rb.extend(rows(0, 3))
     del rb
     rb = opened(tmp_path)
-    with pytest.raises(SchemaError, match="wide"):
-        rb.extend(rows(3, 1).exclude("wide"))
+    refuses(SchemaError, "wide", rb.extend, rows(3, 1).exclude("wide"))
 
 
 @pytest.mark.parametrize("file", ["records.memmap", "wide.memmap"])
@@ -243,16 +241,14 @@ def test_a_file_that_is_not_as_it_was_left_is_named(tmp_path: Path, file: str, h
     else:
         with open(tmp_path / file, "r+b") as there:
             there.truncate((tmp_path / file).stat().st_size + (1 if harm == "long" else -1))
-    with pytest.raises(CheckpointError, match=file):
-        opened(tmp_path)
+    refuses(CheckpointError, file, opened, tmp_path)
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     other.extend(rows(0, 3))
     rb = opened(tmp_path)
-    with pytest.raises(RuntimeError, match=r"records\.memmap"):
-        rb.extend(rows(0, 3))
+    refuses(RuntimeError, r"records\.memmap", rb.extend, rows(0, 3))
     assert other["number"].tolist() == [0, 1, 2]
 
 
@@ -272,15 +268,13 @@ def test_reuse_of_files_as_space_leaves_nothing_to_recover(shared: bool, tmp_pat
     taking = other()
     taking.extend(rows(90, 2))
     if shared:
-        with pytest.raises(RuntimeError, match="share its rows"):
-            opened(tmp_path, existsok=True).extend(rows(0, 1))
+        refuses(RuntimeError, "share its rows", opened(tmp_path, existsok=True).extend, rows(0, 1))
     taking.extend(rows(92, 1))
     assert taking["number"].tolist() == [90, 91, 92]
     del taking
     rb = opened(tmp_path)
     assert len(rb) == 0
-    with pytest.raises(RuntimeError, match=r"records\.memmap"):
-        rb.extend(rows(0, 1))
+    refuses(RuntimeError, r"records\.memmap", rb.extend, rows(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -299,8 +293,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, change: Any) -> None:
     del rb
     file = tmp_path / "%recovery" / "manifest.json"
     file.write_text(change(file.read_text()))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        opened(tmp_path)
+    refuses(CheckpointError, r"manifest\.json", opened, tmp_path)
 
 
 def test_manifest_other_than_a_file_is_named(tmp_path: Path) -> None:
@@ -314,8 +307,7 @@ def test_manifest_other_than_a_file_is_named(tmp_path: Path) -> None:
             file.symlink_to(tmp_path / "elsewhere")
         else:
             os.mkfifo(file)  # would wait for a writer for ever
-        with pytest.raises(CheckpointError, match=r"got something else: .*manifest\.json"):
-            opened(tmp_path)
+        refuses(CheckpointError, r"got something else: .*manifest\.json", opened, tmp_path)
         file.unlink()
     (tmp_path / "elsewhere").rename(file)
     assert len(opened(tmp_path)) == 3
@@ -331,8 +323,7 @@ def test_manifest_contains_no_file_names(tmp_path: Path) -> None:
 def test_files_in_use_by_another_storage_are_refused(tmp_path: Path) -> None:
     rb = opened(tmp_path)
     rb.extend(rows(0, 3))
-    with pytest.raises(RuntimeError, match="in use"):
-        opened(tmp_path)
+    refuses(RuntimeError, "in use", opened, tmp_path)
 
 
 def test_copy_uses_separate_files(tmp_path: Path) -> None:
@@ -354,8 +345,7 @@ def test_copy_uses_separate_files(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LazyMemmapStorage(10, **options)
+    refuses(ValueError, message, LazyMemmapStorage, 10, **options)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -28,6 +28,7 @@ from replaykit.errors import CheckpointError
 from replaykit.recovery.journal import MappedFile, States
 from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.columns import Columns
+from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -163,8 +164,7 @@ def test_next_commit_keeps_changes_missed_by_full_disk(
     rb.extend(small(0, 400))
     rb.writer.write_at(torch.tensor([3]), small(7000, 1))
     monkeypatch.setattr(MappedFile, "_map", full)
-    with pytest.raises(OSError, match="space"):
-        rb.extend(small(400, 2000))
+    refuses(OSError, "space", rb.extend, small(400, 2000))
     monkeypatch.undo()
     rb.update_priority(torch.tensor([3]), torch.tensor([7.0]))
     kept, raw = rb["number"].tolist(), priorities(rb)
@@ -182,8 +182,7 @@ def test_next_commit_keeps_priorities_missed_by_full_disk(
     rb.extend(rows(0, 10))
     home = rb.storage.recovery.home
     monkeypatch.setattr(home, "commit", full)
-    with pytest.raises(OSError, match="space"):
-        rb.update_priority(torch.tensor([3]), torch.tensor([7.0]))
+    refuses(OSError, "space", rb.update_priority, torch.tensor([3]), torch.tensor([7.0]))
     monkeypatch.undo()
     rb.update_priority(torch.tensor([4]), torch.tensor([2.0]))
     del rb, home
@@ -195,8 +194,7 @@ def test_a_first_write_that_found_no_room_can_be_made_again(
 ) -> None:
     rb = opened(tmp_path)
     monkeypatch.setattr("replaykit.recovery.recovery_folder.MappedFile", full)
-    with pytest.raises(OSError, match="space"):
-        rb.extend(rows(0, 3))
+    refuses(OSError, "space", rb.extend, rows(0, 3))
     monkeypatch.undo()
     rb.extend(rows(0, 3))
     del rb
@@ -207,8 +205,7 @@ def test_foreign_files_are_left_alone_on_repeated_attempts(tmp_path: Path) -> No
     other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     other.extend(rows(0, 3))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"records\.memmap"):
-            opened(tmp_path).extend(rows(5, 3))
+        refuses(RuntimeError, r"records\.memmap", opened(tmp_path).extend, rows(5, 3))
     assert other["number"].tolist() == [0, 1, 2]
 
 
@@ -435,8 +432,7 @@ def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
     elif harm == "link":
         (tmp_path / "elsewhere").write_bytes(content)
         path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=file):
-        opened(tmp_path)
+    refuses(CheckpointError, file, opened, tmp_path)
     path.unlink(missing_ok=True)
     path.write_bytes(content)
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2]  # who was refused changed nothing
@@ -468,8 +464,7 @@ def test_a_damaged_state_is_named_and_not_replaced_by_the_one_before(tmp_path: P
     used = 8 * (4 + int(np.frombuffer(content, np.int64)[2]))
     for at in [6, *range(16, used, 37)]:
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(CheckpointError, match=path.name):
-            opened(tmp_path)
+        refuses(CheckpointError, path.name, opened, tmp_path)
     path.write_bytes(content)
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2, 3, 4]
 
@@ -485,8 +480,7 @@ def test_journal_reveals_lost_state(tmp_path: Path) -> None:
     for turn in (latest, 1 - latest):
         path = tmp_path / "%recovery" / f"state-{turn}.bin"
         path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(CheckpointError, match="latest state"):
-        opened(tmp_path)
+    refuses(CheckpointError, "latest state", opened, tmp_path)
 
 
 def test_invalid_stored_priorities_are_refused(tmp_path: Path) -> None:
@@ -497,8 +491,7 @@ def test_invalid_stored_priorities_are_refused(tmp_path: Path) -> None:
     numbers = np.frombuffer(path.read_bytes()).copy()
     numbers[1] = np.nan
     path.write_bytes(numbers.tobytes())
-    with pytest.raises(CheckpointError, match="holds no priorities"):
-        opened(tmp_path)
+    refuses(CheckpointError, "holds no priorities", opened, tmp_path)
 
 
 # -- cost -------------------------------------------------------------------------------------
@@ -598,8 +591,7 @@ def test_failed_first_flush_after_a_load_is_undone(
     with monkeypatch.context() as patch:
         patch.setattr(Columns, "scatter_ring", broken)
         patch.setattr(Columns, "scatter", broken)
-        with pytest.raises(OSError, match="broken"):
-            loaded.flush()
+        refuses(OSError, "broken", loaded.flush)
     assert torch.equal(loaded.storage[:]["x"], before)
     loaded.flush()
     assert len(loaded) == 4

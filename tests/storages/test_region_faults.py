@@ -25,6 +25,7 @@ from replaykit import (
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages.recoverable import Recovery
+from tests.support.refusals import refuses
 
 
 def _full(*_: Any, **__: Any) -> Any:
@@ -65,8 +66,7 @@ def test_a_placed_write_without_room_is_rolled_back(
             patch.setattr(RecoveryFolder, "table", _no_room_for(0))
         else:
             patch.setattr(Recovery, "before_change", _full)
-        with pytest.raises(OSError, match="No space"):
-            rb.writer.write_at(torch.tensor([1, 2]), _rows(100, 102))
+        refuses(OSError, "No space", rb.writer.write_at, torch.tensor([1, 2]), _rows(100, 102))
     assert rb["x"].tolist() == list(range(6))
     assert rb.storage.ledger.positions(torch.arange(6)).tolist() == before
     rb.extend(_rows(6, 7))
@@ -85,8 +85,7 @@ def test_a_write_by_stream_works_after_one_without_room(
     rows = TensorDict({"env": torch.zeros(2, dtype=torch.int64), "x": torch.arange(2)}, [2])
     with monkeypatch.context() as patch:
         patch.setattr(RecoveryFolder, "table", _no_room_for(1))
-        with pytest.raises(OSError, match="No space"):
-            rb.extend(rows)
+        refuses(OSError, "No space", rb.extend, rows)
     rb.extend(rows)
     assert rb["x"].tolist() == [0, 1]
 
@@ -98,8 +97,7 @@ def test_the_best_rows_are_known_after_a_write_without_room(
     rb.extend(_rows(0, 10))
     with monkeypatch.context() as patch:
         patch.setattr(Recovery, "before_change", _full)
-        with pytest.raises(OSError, match="No space"):
-            rb.extend(_rows(20, 23))
+        refuses(OSError, "No space", rb.extend, _rows(20, 23))
     assert sorted(rb["x"].tolist()) == list(range(10))
     rb.extend(_rows(30, 33))
     assert sorted(rb["x"].tolist()) == [*range(3, 10), 30, 31, 32]
@@ -170,8 +168,7 @@ def test_a_failed_placed_write_leaves_no_private_table(
     rb.sample()
     with monkeypatch.context() as patch:
         patch.setattr(RecoveryFolder, "table", _no_room_for(1))
-        with pytest.raises(OSError, match="No space"):
-            rb.writer.write_at(torch.tensor([6]), _rows(6, 7))
+        refuses(OSError, "No space", rb.writer.write_at, torch.tensor([6]), _rows(6, 7))
     _in_another_process(_extends, rb, 10, 3, 4)
     rb.sample()
     with rb.storage.lock:
@@ -213,12 +210,10 @@ def test_observations_are_derived_again_after_a_clear_without_room(
     wanted = rb["next", "observation"].tolist()
     with monkeypatch.context() as patch:
         patch.setattr(RecoveryFolder, "table", _full)
-        with pytest.raises(OSError, match="No space"):
-            rb.load_state_dict(state)
+        refuses(OSError, "No space", rb.load_state_dict, state)
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "save", _full)
-        with pytest.raises(OSError, match="No space"):
-            rb.empty()
+        refuses(OSError, "No space", rb.empty)
     assert rb["next", "observation"].tolist() == wanted
     rb.writer.write_at(torch.tensor([4, 9]), rows(90, 2, 7))
     wanted = [*wanted[:4], 97, *wanted[5:], 98]

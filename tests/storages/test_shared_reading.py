@@ -22,6 +22,7 @@ from replaykit.buffer import draw
 from replaykit.storages import shared_storage
 from replaykit.storages.observation_table import ObservationTable
 from tests.storages.sharing import another
+from tests.support.refusals import refuses
 
 SLOTS = 8
 
@@ -183,8 +184,7 @@ def test_an_error_of_a_draw_is_raised_by_the_draw_that_made_it(
         raise ValueError("no such law")
 
     monkeypatch.setattr(mine.sampler, "sample", failing)
-    with pytest.raises(ValueError, match="no such law"):
-        mine.sample()
+    refuses(ValueError, "no such law", mine.sample)
     assert ways == ["apart"]
 
 
@@ -286,8 +286,7 @@ def test_entries_of_a_failed_write_do_not_make_draws_take_the_lock(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObservationTable, "_planned", refused)
-        with pytest.raises(OSError, match="full"):
-            mine.extend(lone(8, 190))
+        refuses(OSError, "full", mine.extend, lone(8, 190))
     other.sample()
     ways = meanwhile(other, monkeypatch, lambda: None)
     for _ in range(3):

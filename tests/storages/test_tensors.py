@@ -11,6 +11,7 @@ from tensordict import TensorDict, tensorclass
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 
 @tensorclass
@@ -68,8 +69,7 @@ def test_the_first_write_goes_to_row_0() -> None:
     ],
 )
 def test_invalid_data_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TensorStorage(**arguments)
+    refuses(ValueError, message, TensorStorage, **arguments)
 
 
 def test_max_size_may_be_repeated() -> None:
@@ -88,16 +88,14 @@ def test_wrapped_data_drop_reserved_keys_and_expand_flags() -> None:
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("size", [0, -1, 2.5, "7", None, True])
 def test_invalid_capacity_is_refused(make: Any, size: Any) -> None:
-    with pytest.raises(ValueError, match="max_size as an int of at least 1"):
-        make(size)
+    refuses(ValueError, "max_size as an int of at least 1", make, size)
 
 
 def test_storage_is_empty_before_the_first_write() -> None:
     storage = LazyTensorStorage(5, device="auto")
     assert (len(storage), storage.shape, storage.schema, storage.device) == (0, None, None, "auto")
     for read in (lambda: storage[0], lambda: storage[:], storage.flatten, storage.view_at):
-        with pytest.raises(RuntimeError, match="nothing is stored yet"):
-            read()
+        refuses(RuntimeError, "nothing is stored yet", read)
     assert not storage.contains(0)
     assert list(storage) == []
     ReplayBuffer(storage=storage).extend(torch.zeros(2))
@@ -265,8 +263,7 @@ def test_other_lanes_are_refused(make_lanes: Any, snapshot: Any) -> None:
         lambda: rb.extend([make_lanes(0, 1, (4,))[:, 0]]),
         lambda: rb.storage.set([3], make_lanes(0, 1, (4,)).transpose(0, 1)),
     ):
-        with pytest.raises(SchemaError, match=r"lanes of sizes \[2\], got \[[34]\]"):
-            write()
+        refuses(SchemaError, r"lanes of sizes \[2\], got \[[34]\]", write)
     assert snapshot(rb) == before
 
 
@@ -297,8 +294,7 @@ def test_low_level_writes_address_time(make_lanes: Any) -> None:
     storage.set([1, 2], steps[1:3])
     assert (len(storage), storage.shape) == (6, (3, 2))
     assert storage[:]["id"].tolist() == [[0, 100], [1, 101], [2, 102]]
-    with pytest.raises(IndexError, match=r"\[0, 4\), got 4"):
-        storage.set(4, steps[0])
+    refuses(IndexError, r"\[0, 4\), got 4", storage.set, 4, steps[0])
 
 
 def test_coordinates_are_distinguished_from_positions() -> None:
@@ -331,14 +327,12 @@ def test_the_flat_form_shares_the_rows() -> None:
     assert float(rb[0, 0]) == 9.0
     assert flat.flatten() is flat
     rb.empty()
-    with pytest.raises(RuntimeError, match="nothing is stored now"):
-        storage.flatten()
+    refuses(RuntimeError, "nothing is stored now", storage.flatten)
 
 
 def test_flattening_non_contiguous_rows_raises_error() -> None:
     storage = TensorStorage(torch.zeros(2, 3, 4).transpose(0, 1), ndim=2)
-    with pytest.raises(RuntimeError, match="is not contiguous in memory"):
-        storage.flatten()
+    refuses(RuntimeError, "is not contiguous in memory", storage.flatten)
 
 
 def test_trajectories_as_rows_give_indices_over_their_steps() -> None:

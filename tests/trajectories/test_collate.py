@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from replaykit import ListStorage, ReplayBuffer, join_trajectories, pad_collate
+from tests.support.refusals import refuses
 
 
 def trajectory(n: int, start: int = 0) -> TensorDict:
@@ -195,8 +196,7 @@ def test_items_of_other_shapes_and_dtypes_are_refused(
 ) -> None:
     items = [trajectory(2) for _ in range(3)]
     items[position][key] = value
-    with pytest.raises(ValueError, match=f"item {position}, key 'action': .*{message}"):
-        pad_collate(items)
+    refuses(ValueError, f"item {position}, key 'action': .*{message}", pad_collate, items)
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,7 @@ def test_items_of_other_shapes_and_dtypes_are_refused(
 def test_invalid_items_and_arguments_are_refused(
     items: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        pad_collate(items, **arguments)
+    refuses(error, message, pad_collate, items, **arguments)
 
 
 # Jagged

@@ -17,6 +17,7 @@ from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.support.refusals import refuses
 
 FLAGS = ("done", "truncated", "terminated")
 
@@ -150,8 +151,7 @@ def test_lists_are_views_and_split_is_not() -> None:
 def test_missing_keys_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        split_trajectories(table(next__done=[0, 1, 0]), **arguments)
+    refuses(error, message, split_trajectories, table(next__done=[0, 1, 0]), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,7 @@ def test_missing_keys_are_refused(
     ],
 )
 def test_invalid_data_cannot_be_split(data: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        split_trajectories(data)
+    refuses(error, message, split_trajectories, data)
 
 
 # Join
@@ -225,8 +224,7 @@ def test_join_accepts_split_of_torchrl() -> None:
     ],
 )
 def test_invalid_data_cannot_be_joined(data: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        join_trajectories(data)
+    refuses(error, message, join_trajectories, data)
 
 
 def test_items_without_rows_join() -> None:

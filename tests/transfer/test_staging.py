@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, to_device
 from replaykit.buffer import deliver
 from replaykit.transfer import Arrival, CudaEngine, Staging, engine_for
+from tests.support.refusals import refuses
 
 _GARBAGE = 0xEE
 
@@ -171,8 +172,7 @@ def test_a_copy_that_fails_gives_its_buffer_back() -> None:
     engine = Failing()
     staging = Staging(engine, 1)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            staging.move(batch(0))
+        refuses(RuntimeError, "out of memory", staging.move, batch(0))
     engine.fails = False
     there, arrival = staging.move(batch(1))
     assert arrival is not None
@@ -295,8 +295,7 @@ def test_missing_device_is_refused_by_name() -> None:
         lambda: ReplayBufferEnsemble(filled(), device=missing),
         lambda: ReplayBuffer(device="nowhere"),
     ):
-        with pytest.raises(ValueError, match=r"expected a device that torch can use here, got"):
-            call()
+        refuses(ValueError, r"expected a device that torch can use here, got", call)
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])

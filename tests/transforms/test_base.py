@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import Compose, LazyTensorStorage, NStep, ReplayBuffer, Transform
+from tests.support.refusals import refuses
 
 
 class Says(Transform):
@@ -130,19 +131,16 @@ def test_invalid_transform_is_refused(thing: Any) -> None:
         lambda: ReplayBuffer().append_transform(thing),
         lambda: ReplayBuffer().insert_transform(0, thing),
     ):
-        with pytest.raises(RuntimeError, match="expected a callable, or an object with forward"):
-            use()
+        refuses(RuntimeError, "expected a callable, or an object with forward", use)
     if thing is not None:
-        with pytest.raises(RuntimeError, match="expected a callable"):
-            ReplayBuffer(transform=thing)
+        refuses(RuntimeError, "expected a callable", ReplayBuffer, transform=thing)
     assert len(chain) == 1
 
 
 def test_invalid_position_is_refused() -> None:
     chain = Compose(abs)
     for index in (2, -2):
-        with pytest.raises(IndexError, match=r"a position in \[0, 1\], got"):
-            chain.insert(index, abs)
+        refuses(IndexError, r"a position in \[0, 1\], got", chain.insert, index, abs)
     with pytest.raises(IndexError):
         chain[1]
 
@@ -295,8 +293,7 @@ def test_states_are_found_by_position() -> None:
 )
 def test_state_for_a_missing_transform_is_refused(state: Any, message: str) -> None:
     chain = Compose(abs, Counts())
-    with pytest.raises(ValueError, match=message):
-        chain.load_state_dict(state)
+    refuses(ValueError, message, chain.load_state_dict, state)
     assert int(chain[1].seen) == 0
 
 

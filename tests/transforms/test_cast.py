@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import Cast
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -89,8 +90,7 @@ def test_tensor_of_the_target_dtype_is_returned_unchanged(data: TensorDict) -> N
     ],
 )
 def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+    refuses(error, message, make)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,7 @@ def test_invalid_casts_are_refused(
     data: TensorDict, fingerprint: Any, transform: Any, error: type[Exception], message: str
 ) -> None:
     before = fingerprint(data)
-    with pytest.raises(error, match=message):
-        transform(data)
+    refuses(error, message, transform, data)
     assert fingerprint(data) == before
 
 

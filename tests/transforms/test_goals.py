@@ -18,6 +18,7 @@ from replaykit.transforms.hindsight import (
     later_goals,
     relabel_rows,
 )
+from tests.support.refusals import refuses
 
 ACHIEVED, GOAL, NEXT_GOAL = ("next", "achieved_goal"), ("desired_goal",), ("next", "desired_goal")
 REWARD = ("next", "reward")
@@ -116,13 +117,10 @@ def test_invalid_draws_and_times_are_refused() -> None:
         (draws, low, low - [0, 0, 1, 0]),
         (draws, np.where(np.arange(4) == 2, -1, low), last),
     ):
-        with pytest.raises(IndexError, match="row 2"):
-            later_goals(*wrong, 0.8, column)
+        refuses(IndexError, "row 2", later_goals, *wrong, 0.8, column)
     for short in ((draws[:, :3].copy(), low, last), (draws, low[:3], last), (draws, low, last[:3])):
-        with pytest.raises(ValueError, match="entries in"):
-            later_goals(*short, 0.8, column)
-    with pytest.raises(TypeError, match="`draws`"):
-        later_goals(draws.astype(np.float32), low, last, 0.8, column)
+        refuses(ValueError, "entries in", later_goals, *short, 0.8, column)
+    refuses(TypeError, "`draws`", later_goals, draws.astype(np.float32), low, last, 0.8, column)
 
 
 def test_core_declines_unsupported_columns() -> None:

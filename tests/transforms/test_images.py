@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import ImageScale, pad_collate
+from tests.support.refusals import refuses
 
 RANGES = [(-1.0, 1.0), (0.0, 1.0), (-0.5, 0.5), (0, 255), (-3, 17)]
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(4, 8, 8)
@@ -80,8 +81,7 @@ def test_padding_keeps_its_values() -> None:
     ],
 )
 def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+    refuses(error, message, make)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int8, torch.bool])
@@ -97,8 +97,7 @@ def test_a_nested_observation_needs_keys(way: str) -> None:
     data = TensorDict({"observation": {"pixels": EVERY_BYTE}}, [4])
     with pytest.raises(ValueError, match=r"'observation': .*TensorDict; pass the keys .* keys="):
         getattr(ImageScale(), way)(data)
-    with pytest.raises(KeyError, match="no key 'zoo'"):
-        getattr(ImageScale(keys=["zoo"]), way)(data)
+    refuses(KeyError, "no key 'zoo'", getattr(ImageScale(keys=["zoo"]), way), data)
     with pytest.raises(KeyError, match="no key 'observation'"):
         getattr(ImageScale(), way)(TensorDict({"x": torch.zeros(4)}, [4]))
 
@@ -106,8 +105,7 @@ def test_a_nested_observation_needs_keys(way: str) -> None:
 @pytest.mark.parametrize("value", [-1.01, 1.01, float("nan"), float("inf")])
 def test_floats_outside_the_range_are_not_written(value: float) -> None:
     data = TensorDict({"observation": torch.tensor([0.0, value])}, [2])
-    with pytest.raises(ValueError, match="'observation': expected values from -1 to 1, got"):
-        ImageScale().inv(data)
+    refuses(ValueError, "'observation': expected values from -1 to 1, got", ImageScale().inv, data)
 
 
 def test_other_numbers_are_not_written() -> None:

@@ -26,6 +26,7 @@ from replaykit import (
 )
 from replaykit.errors import NotEnoughData
 from tests.samplers.chi_square import chi_square_p
+from tests.support.refusals import refuses
 
 LENGTHS = (5, 2, 7, 3)
 """Lengths of the episodes; the last one is open."""
@@ -78,8 +79,7 @@ def test_rows_without_the_other_row_are_not_drawn(n: int, slices: int, prioritiz
     eligible = n + max(slices, 1) - 1 <= LEFT
     assert (counts > 0).equal(eligible)
     assert chi_square_p(counts[eligible].tolist()) > 1e-3
-    with pytest.raises(ValueError, match="more rows in their episode"):
-        rb[:]
+    refuses(ValueError, "more rows in their episode", lambda: rb[:])
 
 
 def test_a_window_has_the_value_of_the_row_after_it() -> None:
@@ -88,8 +88,7 @@ def test_a_window_has_the_value_of_the_row_after_it() -> None:
         batch = rb.sample().reshape(3, 3)
         assert batch["t_last"].equal((batch["t"][:, -1:] + 1).expand(3, 3))
         assert (EPISODE[batch["t_last"]] == EPISODE[batch["t"]]).all()
-    with pytest.raises(NotEnoughData, match="future=1"):
-        make(WindowLast("t"), SliceSampler(slice_len=7), 7).sample()
+    refuses(NotEnoughData, "future=1", make(WindowLast("t"), SliceSampler(slice_len=7), 7).sample)
 
 
 def test_windows_span_ends_while_transforms_keep_to_episodes() -> None:
@@ -148,11 +147,9 @@ def test_tags_come_with_rows_and_windows() -> None:
         own = EPISODE[batch["index"]].float()[:, None] + 1
         assert batch["own", "task"].equal(own)
         assert batch["task"].equal(own[::4].repeat_interleave(4, 0))
-    with pytest.raises(KeyError, match="other"):
-        make(Tag("other"))[:]
+    refuses(KeyError, "other", lambda: make(Tag("other"))[:])
 
 
 @pytest.mark.parametrize("arguments", [("t", 0), ("t", 1.5), ("t", 1, "drop"), ("t", -1)])
 def test_wrong_shifts_are_refused(arguments: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected|on_short"):
-        Shift(*arguments)
+    refuses(ValueError, r"expected|on_short", Shift, *arguments)

@@ -20,6 +20,7 @@ from replaykit import (
     Transform,
     pad_collate,
 )
+from tests.support.refusals import refuses
 
 REWARD = ("next", "reward")
 VALUES = [-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 7.0]
@@ -188,8 +189,7 @@ def test_nan_rewards_stay_nan() -> None:
     ],
 )
 def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+    refuses(error, message, make)
 
 
 @pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
@@ -201,8 +201,7 @@ def test_invalid_rewards_are_refused(transform: Any, model: Any) -> None:
     with pytest.raises(ValueError, match="expected a tensor, got TensorDict"):
         transform(TensorDict({"next": {"reward": {"x": torch.zeros(2)}}}, [2]))
     for dtype in (torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=f"expected real numbers, got {dtype}"):
-            transform(batch([0, 1], dtype))
+        refuses(TypeError, f"expected real numbers, got {dtype}", transform, batch([0, 1], dtype))
 
 
 def test_result_of_a_reward_function_is_checked() -> None:

@@ -31,6 +31,7 @@ from replaykit.datasets import CorpusExperienceReplay, Policies
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.published_buffer import MappedStorage
 from tests.datasets.test_split import flat
+from tests.support.refusals import refuses
 from tests.transforms.streams import histories, play
 
 LENGTHS = (5, 1, 20, 9)
@@ -121,8 +122,7 @@ def test_windows_of_data_sets_on_disk(tmp_path: Path, choice: Any) -> None:
     for batch in every(opened(Windows(offsets))):
         check(rows, batch, offsets, lengths)
     seconds = {key: [offset / 20 for offset in wanted] for key, wanted in offsets.items()}
-    with pytest.raises(ValueError, match="states its fps"):
-        opened(Windows(seconds, "seconds"))
+    refuses(ValueError, "states its fps", opened, Windows(seconds, "seconds"))
     report = {**published.manifest.report, "about": {"fps": 20}}
     published = replace(published, manifest=replace(published.manifest, report=report))
     assert MappedStorage(published).fps == 20
@@ -194,8 +194,7 @@ def test_windows_match_a_scan_of_streams(
         and (ahead <= 0 or number + ahead <= streams.last(lane, number))
     }  # fmt: skip
     if not eligible:
-        with pytest.raises(RuntimeError, match=r"rows|eligible"):
-            streams.buffer.sample()
+        refuses(RuntimeError, r"rows|eligible", streams.buffer.sample)
         return
     found = streams.drawn()
     assert set(found) == eligible
@@ -279,11 +278,9 @@ def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
     assert rb[:]["x.y"].tolist() == [[0, 1], [1, 2], [2, 2]]
     for key, error in {"a.b.c": "one key of that name, got", "x.z": "a stored key, got"}.items():
         rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({key: [0]}))
-        with pytest.raises(KeyError, match=error):
-            rb.sample(2)
+        refuses(KeyError, error, rb.sample, 2)
     rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({"x.y": [0], ("x.y",): [1]}))
-    with pytest.raises(KeyError, match=r"another key than 'x\.y'"):
-        rb.sample(2)
+    refuses(KeyError, r"another key than 'x\.y'", rb.sample, 2)
     rb = ReplayBuffer(storage=rb.storage, sample_unit=Windows({("a", "b.c"): [0]}))
     assert not rb.sample(2)["a", "b.c"].any()
 
@@ -306,12 +303,10 @@ def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
 )  # fmt: skip
 def test_invalid_windows_are_refused(arguments: Any, error: Any, text: str) -> None:
     given = dict(zip(("offsets", "unit", "fps", "pad_after"), arguments, strict=False))
-    with pytest.raises(error, match=text):
-        Windows(**given)
+    refuses(error, text, Windows, **given)
 
 
 def test_a_storage_without_episodes_is_refused() -> None:
     rb = ReplayBuffer(storage=ListStorage(9), sample_unit=Windows({"task": [0]}))
     rb.extend(episodes())
-    with pytest.raises(RuntimeError, match="does not know where episodes end"):
-        rb.sample(2)
+    refuses(RuntimeError, "does not know where episodes end", rb.sample, 2)

@@ -39,6 +39,7 @@ from replaykit.episodes import (
     Head,
 )
 from replaykit.errors import BufferFull, NotEnoughData, SchemaError
+from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
 
@@ -452,31 +453,25 @@ def test_more_streams_than_fit_are_refused_before_anything_changed() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, None])
 def test_a_length_is_an_int_of_at_least_1(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="length"):
-        LaneWriter(wrong)
+    refuses(ValueError, "length", LaneWriter, wrong)
 
 
 def test_unsupported_storages_and_rows_are_refused() -> None:
     for storage in (LazyTensorStorage(8), LazyTensorStorage(8, ndim=2), ListStorage(8)):
-        with pytest.raises(ValueError, match="lane_key"):
-            ReplayBuffer(storage=storage, writer=LaneWriter(4))
+        refuses(ValueError, "lane_key", ReplayBuffer, storage=storage, writer=LaneWriter(4))
     rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"), writer=LaneWriter(4))
-    with pytest.raises(KeyError, match="lane_key"):
-        rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
-    with pytest.raises(RuntimeError, match="TensorDicts"):
-        rb.extend({"env": torch.zeros(3)})
+    refuses(KeyError, "lane_key", rb.extend, TensorDict({"x": torch.zeros(3)}, [3]))
+    refuses(RuntimeError, "TensorDicts", rb.extend, {"env": torch.zeros(3)})
     assert not rb.storage.initialized
     assert rb.extend(steps([], [])).tolist() == []
-    with pytest.raises(RuntimeError, match="chooses"):
-        rb.writer.write_at([0], steps([0], [0]))
+    refuses(RuntimeError, "chooses", rb.writer.write_at, [0], steps([0], [0]))
 
 
 def test_rows_in_unknown_order_are_not_continued() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8, lane_key="env"), writer=LaneWriter(4))
     rb.extend(steps([0, 1] * 5, list(range(10))))
     rb.storage.set([0], steps([1], [50]))
-    with pytest.raises(RuntimeError, match=r"empty\(\)"):
-        rb.extend(steps([0], [10]))
+    refuses(RuntimeError, r"empty\(\)", rb.extend, steps([0], [10]))
     assert rb["t"][0] == 50
     rb.empty()
     rb.extend(steps([0], [11]))
@@ -508,8 +503,7 @@ def test_lane_writer_continues_rows_of_a_ring(rows: int) -> None:
             assert len(set(rows_["env"][episode.index].tolist())) == 1
     assert sorted(rb["t"].tolist()) == list(range(208, 220))
     rb.set_writer(LaneWriter(3))
-    with pytest.raises(RuntimeError, match=r"empty\(\)"):
-        rb.extend(steps([0], [0]))
+    refuses(RuntimeError, r"empty\(\)", rb.extend, steps([0], [0]))
 
 
 def test_a_wrapped_tensordict_and_files(tmp_path: Path) -> None:
@@ -601,8 +595,7 @@ def test_states_that_fit_no_writer_of_lanes_are_refused() -> None:
         rb.writer.load_state_dict({**state, "_ledger": {**state["_ledger"], "by_stream": 1}})
     rb.writer.load_state_dict(state)
     assert contents(rb) == {0: [0, 1], 1: [0]}
-    with pytest.raises(ValueError, match="round_robin"):
-        rb.writer.load_state_dict({**state, "_kind": "round_robin"})
+    refuses(ValueError, "round_robin", rb.writer.load_state_dict, {**state, "_kind": "round_robin"})
 
 
 def test_the_storage_alone_can_be_loaded_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from replaykit import (
     TensorDictRoundRobinWriter,
     Writer,
 )
+from tests.support.refusals import refuses
 
 
 def _ids(rb: ReplayBuffer) -> list[int]:
@@ -270,8 +271,7 @@ def test_a_writer_can_be_saved_alone(make_rows: Any, tmp_path: Any) -> None:
     assert rb.storage.ledger.next_position > 7  # positions that were given out are not used again
     other = ReplayBuffer(storage=LazyTensorStorage(4))
     other.extend(make_rows(0, 3))
-    with pytest.raises(ValueError, match="the state of 4 slots, got 3"):
-        other.writer.loads(tmp_path / "writer")
+    refuses(ValueError, "the state of 4 slots, got 3", other.writer.loads, tmp_path / "writer")
     assert other.write_count == 3
     with pytest.raises(FileNotFoundError):
         other.writer.loads(tmp_path / "nowhere")
@@ -293,10 +293,8 @@ def test_invalid_state_is_refused(
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend(make_rows(0, 2))
     before = snapshot(rb)
-    with pytest.raises(ValueError, match=message):
-        rb.writer.load_state_dict({**rb.writer.state_dict(), **changes})
-    with pytest.raises(ValueError, match="the state of a 'round_robin' writer"):
-        rb.writer.load_state_dict({})
+    refuses(ValueError, message, rb.writer.load_state_dict, {**rb.writer.state_dict(), **changes})
+    refuses(ValueError, "the state of a 'round_robin' writer", rb.writer.load_state_dict, {})
     assert snapshot(rb) == before
 
 
@@ -376,8 +374,7 @@ def test_custom_writer_needs_only_write(make_rows: Any, tmp_path: Any) -> None:
     with pytest.raises(RuntimeError, match="AlwaysFirst chooses the slots of its rows itself"):
         rb.writer.write_at(torch.tensor([0]), make_rows(0, 1))
     rb.dumps(tmp_path)
-    with pytest.raises(ValueError, match="AlwaysFirst"):
-        ReplayBuffer(storage=LazyTensorStorage(3)).loads(tmp_path)
+    refuses(ValueError, "AlwaysFirst", ReplayBuffer(storage=LazyTensorStorage(3)).loads, tmp_path)
 
 
 def test_arguments_without_effect_are_accepted() -> None:
