@@ -144,10 +144,11 @@ def two_lanes(shape: tuple[int, ...], steps: int) -> Any:
 
 @pytest.mark.acceptance("S15")
 @pytest.mark.parametrize(("shape", "dim", "stacked"), SHAPES)
+@pytest.mark.parametrize("pad", ["repeat", "zero"])
 def test_stacks_read_are_those_of_the_live_stream(
-    shape: tuple[int, ...], dim: int, stacked: tuple[int, ...], buffer: Any
+    pad: str, shape: tuple[int, ...], dim: int, stacked: tuple[int, ...], buffer: Any
 ) -> None:
-    how = StackFrames(["x"], 3, dim=dim)
+    how = StackFrames(["x"], 3, dim=dim, pad=pad)
     assert how.tiled(torch.zeros(shape)).shape == stacked
     rows = two_lanes(shape, 60)
     sampler = SamplerWithoutReplacement(shuffle=False)

@@ -245,6 +245,7 @@ def test_samples_never_share_memory(
     assert (rb.episodes.rows() == rows).all()
 
 
+@pytest.mark.pitfall("BD10")
 @pytest.mark.acceptance("S30", "F53")
 def test_the_law_of_windows_and_of_transitions(ted: Any, codes_of: Any, buffer: Any) -> None:
     """Stratified draws have exactly the shares of the law."""

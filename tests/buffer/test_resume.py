@@ -257,7 +257,7 @@ def test_no_sampler_is_left_out() -> None:
 def test_resumed_learner_gets_the_same_batches(sampler: str, tmp_path: Path) -> None:
     """What is learned and written after a batch counts for those made ahead neither before the
     save nor after it, but for all that come then."""
-    depths = [None] if sampler == "consuming" else [None, 1, 3]  # which needs new rows
+    depths = [None] if sampler == "consuming" else [None, 3]  # which needs new rows
     cases = [{"sampler": sampler, "prefetch": depth, "alone": False} for depth in depths]
     if sampler != "consuming":
         cases.append({"sampler": sampler, "prefetch": 3, "alone": True})

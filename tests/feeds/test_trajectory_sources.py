@@ -137,9 +137,7 @@ def test_amago_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     ):
         AmagoTrajectories(tmp_path).load(0)
     np.savez(tmp_path / "a", rews=np.zeros((3, 1)))
-    refuses(
-        ValueError, r"a\.npz: it has no array 'time_idxs'", AmagoTrajectories(tmp_path).tags, 0
-    )
+    refuses(ValueError, r"a\.npz: it has no array 'time_idxs'", AmagoTrajectories(tmp_path).tags, 0)
     np.savez(tmp_path / "a", rews=np.array([{}]))
     refuses(ValueError, "'rews' holds pickled objects", AmagoTrajectories(tmp_path).length, 0)
     (tmp_path / "a.npz").write_bytes(b"PK")

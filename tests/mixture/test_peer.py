@@ -41,20 +41,6 @@ def test_batches_have_the_form_of_torchrl(arguments: dict[str, Any]) -> None:
         assert (ids == ids[:, :1]).all()
 
 
-def test_members_are_drawn_as_often_as_by_torchrl() -> None:
-    torch.manual_seed(3)
-    arguments = {"p": [1, 0, 2], "num_buffer_sampled": 60}
-    counts = []
-    for library in (replaykit, peer):
-        ensemble = made(library, **arguments)
-        ids = torch.cat([ensemble.sample(60)["index", "buffer_ids"].flatten() for _ in range(50)])
-        counts.append(torch.bincount(ids, minlength=3).float())
-    assert counts[0][1] == counts[1][1] == 0
-    both = torch.stack(counts)[:, [0, 2]]
-    expected = both.sum(0, keepdim=True) * both.sum(1, keepdim=True) / both.sum()
-    assert float(((both - expected) ** 2 / expected).sum()) < 10.83
-
-
 def test_indexing_equals_torchrl() -> None:
     mine, theirs = (made(library, p=[1, 2, 5]) for library in (replaykit, peer))
     for ensemble in (mine, theirs):

@@ -16,6 +16,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
+from tests.support.refusals import refuses
 
 
 def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:
@@ -96,26 +97,6 @@ def test_ensembles_over_the_same_ones_are_saved_at_the_same_time() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_failed_prefetched_batch_raises_and_is_repeated() -> None:
-    failing = True
-
-    def sometimes(batch: Any) -> Any:
-        if failing:
-            raise ValueError("not now")
-        return batch
-
-    arguments: dict[str, Any] = {"batch_size": 8, "sample_from_all": True}
-    samplers: list[Any] = [SamplerWithoutReplacement] * 2
-    ensemble = make_ensemble([20, 20], samplers, prefetch=2, transform=sometimes, **arguments)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="not now"):
-            ensemble.sample()
-    failing = False
-    ids = torch.cat([ensemble.sample()["id"] for _ in range(5)], 1).sort(1).values
-    assert ids.tolist() == [list(range(20)), list(range(1000, 1020))]
-    ensemble.shutdown()
-
-
 def _write_there(ensemble: ReplayBufferEnsemble, answers: Any) -> None:
     ensemble[0].extend(rows_of(0, 10, start=10))
     batch = ensemble.sample(8)
@@ -145,8 +126,7 @@ def test_members_that_are_not_shared_are_not_handed_over() -> None:
     ensemble = make_ensemble([5, 5])
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_write_there, args=(ensemble, None))
-    with pytest.raises(RuntimeError, match="spawned process"):
-        process.start()
+    refuses(RuntimeError, "spawned process", process.start)
 
 
 def test_forked_process_prepares_separate_batches() -> None:

@@ -20,6 +20,7 @@ from replaykit import (
     ReplayBuffer,
     SliceSamplerWithoutReplacement,
 )
+from tests.support.refusals import refuses
 
 
 def _buffer(
@@ -85,8 +86,7 @@ def test_a_short_tail_can_be_left_out(rows: Callable[..., Any]) -> None:
         batches = list(rb)
         assert [len(batch) for batch in batches] == [4, 4]
         assert len({e for batch in batches for e in _episodes(batch, 2)}) == 4
-    with pytest.raises(ValueError, match="at most 5 slices with drop_last"):
-        rb.sample(12)
+    refuses(ValueError, "at most 5 slices with drop_last", rb.sample, 12)
     assert not rb.can_sample(12)
     assert rb.can_sample(10)
     with pytest.raises(ValueError, match="batch_size"):
@@ -168,16 +168,8 @@ def test_invalid_state_is_refused(change: dict[str, Any], rows: Callable[..., An
     rb.sample()
     state = {**rb.sampler.state_dict(), **change}
     before = rb.sampler.state_dict()
-    with pytest.raises(ValueError, match="expected"):
-        rb.sampler.load_state_dict(state)
+    refuses(ValueError, "expected", rb.sampler.load_state_dict, state)
     assert torch.equal(rb.sampler.state_dict()["_remaining"], before["_remaining"])
-
-
-def test_too_short_episodes_error_states_longest_episode(rows: Callable[..., Any]) -> None:
-    rb = _buffer(rows([3, 2]), 4, slice_len=4)
-    with pytest.raises(RuntimeError, match="5 rows are stored, and the longest episode has 3"):
-        rb.sample()
-    assert not rb.can_sample()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes share rows under a lock of fcntl")

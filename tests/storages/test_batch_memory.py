@@ -89,11 +89,11 @@ def test_transforms_reuse_memory_of_earlier_batches(kind: str) -> None:
     rb.extend(_rows())
     rb = copy.deepcopy(rb)
     known, fresh, batch = set[int](), 0, None
-    for turn in range(40):
+    for turn in range(20):
         batch = rb.sample()
         for key in ("image", ("next", "image")):
             address = batch[key].untyped_storage().data_ptr()
-            fresh += turn >= 20 and address not in known
+            fresh += turn >= 10 and address not in known
             known.add(address)
     assert not fresh
     assert len(known) <= 6

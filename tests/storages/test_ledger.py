@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaykit.storages.ledger import Ledger
+from tests.support.refusals import refuses
 
 # -- the model ------------------------------------------------------------------------------------
 
@@ -208,50 +209,12 @@ LedgerMachine.TestCase.settings = settings(
 
 
 @pytest.mark.pitfall("WR6")
+@pytest.mark.pitfall("WR11")
 class TestAgainstRows(LedgerMachine.TestCase):
     """Sequences of extend, place, clear, save, restore equal writing row by row (WR6, WR11)."""
 
 
 # -- by hand --------------------------------------------------------------------------------------
-
-
-def test_a_slot_written_twice_in_one_extend_counts_two_generations() -> None:
-    ledger = Ledger(4)
-    ledger.advance(4)
-    assert ledger.generations(torch.arange(4)).tolist() == [0, 0, 0, 0]
-    ledger.advance(6)
-    assert ledger.generations(torch.arange(4)).tolist() == [2, 2, 1, 1]
-    assert ledger.positions(torch.arange(4)).tolist() == [8, 9, 6, 7]
-
-
-def test_clear_outdates_written_slots_only() -> None:
-    ledger = Ledger(4)
-    ledger.advance(2)
-    ledger.clear()
-    assert ledger.generations(torch.arange(4)).tolist() == [1, 1, -1, -1]
-    ledger.advance(1)
-    assert ledger.generations(torch.arange(4)).tolist() == [2, 1, -1, -1]
-    assert ledger.positions(torch.arange(4)).tolist() == [2, -1, -1, -1]
-
-
-def test_ring_overwrites_records_placed_beyond_the_cursor() -> None:
-    """``write_at`` leaves the cursor at 0: the next rows displace, they do not append."""
-    ledger = Ledger(5)
-    ledger.place(torch.tensor([0, 1, 2]), move_cursor=False)
-    ledger.advance(2)
-    assert ledger.length == 3
-    assert ledger.positions(torch.arange(5)).tolist() == [3, 4, 2, -1, -1]
-
-
-@pytest.mark.pitfall("WR11")
-def test_writing_one_slot_ten_times_stores_one_record() -> None:
-    """WR11: length counts slots, not writes."""
-    ledger = Ledger(4)
-    for _ in range(10):
-        ledger.place(torch.tensor([0]), move_cursor=True)
-    assert ledger.length == 1
-    assert ledger.generations(torch.tensor([0])).tolist() == [9]
-    assert ledger.next_position == 10
 
 
 @pytest.mark.parametrize("tables", [False, True], ids=["counters", "tables"])
@@ -263,15 +226,6 @@ def test_slots_that_do_not_exist_have_no_record(tables: bool) -> None:
     outside = torch.tensor([-1, -4, 3, 2**40])
     assert ledger.positions(outside).tolist() == [-1] * 4
     assert ledger.generations(outside).tolist() == [-1] * 4
-
-
-def test_unused_ledger_contains_no_record() -> None:
-    ledger = Ledger(3)
-    ledger.clear()
-    ledger.advance(0)
-    ledger.place(torch.empty(0, dtype=torch.int64), move_cursor=True)
-    assert read(ledger) == Model(3)
-    assert not len(ledger.write_order())
 
 
 @pytest.mark.pitfall("WR10")
@@ -307,8 +261,7 @@ def test_counts_that_the_index_of_episodes_could_not_hold_are_refused() -> None:
     ledger = Ledger(4)
     ledger.advance(3)
     forged = {**ledger.state(), "next_position": 2**54 + 1}
-    with pytest.raises(ValueError, match="next_position"):
-        Ledger.check(forged)
+    refuses(ValueError, "next_position", Ledger.check, forged)
     largest = {**ledger.state(), "next_position": 2**54}
     ledger.restore(Ledger.check(largest), None)
     assert ledger.positions(torch.tensor([2])).tolist() == [2**54 - 1]
@@ -325,18 +278,6 @@ def test_state_is_a_copy() -> None:
     assert state["positions"].tolist() == [0, 1]
     assert state["generations"].tolist()[:2] == [0, 0]
     assert ledger.positions(torch.arange(2)).tolist() == [2, 1]
-
-
-def test_restored_positions_never_collide_with_issued_ones() -> None:
-    """Positions of a placed record may lie far below the newest: these decide, not the counter."""
-    saved = Ledger(4)
-    saved.place(torch.tensor([0]), move_cursor=True)  # position 0 stays in slot 0
-    saved.place(torch.tensor([1] * 99), move_cursor=True)
-    used = Ledger(4)
-    used.advance(10)
-    used.restore(saved.state(), None)
-    first, second = used.positions(torch.tensor([0, 1])).tolist()
-    assert 10 <= first < second < used.next_position
 
 
 def test_records_kept_with_gaps_keep_their_positions() -> None:
@@ -384,10 +325,4 @@ def _state(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_invalid_state_is_refused(state: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Ledger.check(state)
-
-
-def test_state_from_a_ledger_is_accepted() -> None:
-    state = _state()
-    assert Ledger.check(state) is state
+    refuses(ValueError, message, Ledger.check, state)

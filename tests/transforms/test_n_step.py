@@ -397,55 +397,7 @@ def test_padded_slices() -> None:
         assert not batch[key][~real].any()
 
 
-def test_per_step_of_slices() -> None:
-    own = Streams(None)
-    own.extend([[0], [0], [0], [0], [1]] * 3)
-    buffer = ReplayBuffer(
-        storage=own.buffer.storage, batch_size=30, generator=torch.Generator().manual_seed(0),
-        sampler=SliceSampler(slice_len=3, flat=False), transform=NStep(gamma=1.0, per_step=True),
-    )  # fmt: skip
-    batch = buffer.sample()
-    assert batch.batch_size == (10, 3)
-    assert batch["steps_used"].squeeze(-1).tolist() == [[3, 2, 1]] * 10
-    last = batch["observation"][:, -1, 1]
-    assert batch["bootstrap"].squeeze(-1).tolist() == [[bool(n % 5 != 4)] * 3 for n in last]
-    assert (batch["boot", "observation"][..., 1] == last[:, None] * 2 + 1).all()
-
-
 # -- the bootstrap mask ---------------------------------------------------------------------------
-
-
-def test_bootstrap_of_an_episode() -> None:
-    """S26."""
-    own = Streams(None)
-    own.extend([[0], [0], [0], [1]])
-    batch = drawn_windows(own.buffer, Bootstrap(), [[0, 1, 2, 3]])
-    assert batch["next", "observation"][:, 1].tolist() == [1, 3, 5, 7]
-    assert batch["next", "done"].flatten().tolist() == [False, False, False, True]
-    assert batch["bootstrap"].flatten().tolist() == [True, True, True, False]
-    for window, mask in (([0, 1, 2, 3], False), ([0, 1, 2], True)):
-        batch = drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [window])
-        assert batch["observation"][:, 1].tolist() == window
-        assert {tuple(one) for one in batch["boot", "observation"].tolist()} == {
-            (1, 2 * window[-1] + 1)
-        }
-        assert set(batch["boot"].keys()) == {"observation"}
-        assert batch["bootstrap"].flatten().tolist() == [mask] * len(window)
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("end", [TERMINATED, TRUNCATED])
-def test_bootstrap_of_windows(length: int, end: int) -> None:
-    """S27: 0 only where a window reaches the end of an episode that terminated."""
-    own = Streams(None)
-    own.extend([[0]] * 5 + [[end]] + [[0]] * 3)
-    starts = range(6 - length + 1)
-    windows = [list(range(start, start + length)) for start in starts]
-    batch = drawn_windows(own.buffer, Bootstrap(per_window=True), windows)
-    reached = [window[-1] == 5 and end == TERMINATED for window in windows]
-    assert batch["bootstrap"].view(-1, length).tolist() == [[not one] * length for one in reached]
-    by_row = drawn_windows(own.buffer, Bootstrap(), windows)
-    assert by_row["bootstrap"].equal(~by_row["next", "terminated"])
 
 
 def test_bootstrap_of_padded_windows_and_other_signals() -> None:

@@ -12,7 +12,6 @@ from tensordict import TensorDict
 
 from replaykit import (
     Compose,
-    HistoryTransform,
     LazyTensorStorage,
     NStep,
     PreviousStep,
@@ -21,6 +20,7 @@ from replaykit import (
 )
 from replaykit.buffer.row_context import StoredSurroundings
 from replaykit.transforms import Surroundings
+from tests.support.refusals import refuses
 from tests.transforms.streams import Streams, histories, play
 
 
@@ -32,8 +32,7 @@ def test_previous_steps_match_a_scan(data: Any, init: int, n: int) -> None:
     streams = play(chain, data.draw(histories()))
     eligible = {place for place in streams.stored() if streams.has_past(*place, 1)}
     if not eligible:
-        with pytest.raises(RuntimeError, match="1 rows of history"):
-            streams.buffer.sample()
+        refuses(RuntimeError, "1 rows of history", streams.buffer.sample)
         return
     found = streams.drawn()
     assert set(found) == eligible
@@ -90,29 +89,6 @@ def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) 
     for key in expected.keys(True, True):
         assert found[key].dtype is expected[key].dtype
         assert found[key].equal(expected[key]), key
-
-
-class _Negated(HistoryTransform):
-    relabels = True
-    changes = frozenset({("next", "reward")})
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        return data.set(("next", "reward"), -data["next", "reward"])
-
-    def relabel(self, leaves: Any, where: Any, fetched: Any, around: Any) -> Any:
-        leaves["next", "reward"] = -leaves["next", "reward"]
-        return leaves
-
-
-def test_rewards_are_those_of_a_relabel_before() -> None:
-    """S20, F39."""
-    own = Streams(Compose(_Negated(), PreviousStep()))
-    own.extend([[0]] * 5)
-    found = own.drawn()
-    for number in range(1, 5):
-        assert found[0, number]["previous_reward"].item() == -own.rows[0][number - 1].reward
-        assert found[0, number]["next", "previous_reward"].item() == -own.rows[0][number].reward
-        assert found[0, number]["next", "reward"].item() == -own.rows[0][number].reward
 
 
 def test_concat_joins_reward_and_action() -> None:
@@ -187,8 +163,7 @@ def test_values_keep_dtype_and_shape() -> None:
 def test_invalid_arguments_are_refused_at_construction(
     arguments: Any, error: Any, words: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        PreviousStep(**arguments)
+    refuses(error, words, PreviousStep, **arguments)
     with pytest.raises(TypeError):
         StepCount(3)
 
@@ -207,15 +182,13 @@ def test_invalid_chains_and_rows_are_refused_on_read(
 ) -> None:
     own = Streams(transform)
     own.extend([[0]] * 3)
-    with pytest.raises(error, match=words):
-        own.buffer[:]
+    refuses(error, words, lambda: own.buffer[:])
 
 
 def test_n_step_must_precede_previous_step() -> None:
     own = Streams(Compose(PreviousStep(), NStep(2, 0.9)))
     own.extend([[0]] * 3)
-    with pytest.raises(ValueError, match="before PreviousStep"):
-        own.buffer.sample()
+    refuses(ValueError, "before PreviousStep", own.buffer.sample)
 
 
 def test_repr_shows_arguments() -> None:

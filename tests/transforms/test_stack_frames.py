@@ -15,7 +15,6 @@ from replaykit import (
     LazyTensorStorage,
     NStep,
     ReplayBuffer,
-    SamplerWithoutReplacement,
     SliceSampler,
     StackFrames,
 )
@@ -111,19 +110,6 @@ def recorded(shape: tuple[int, ...], steps: int = 60) -> TensorDict:
     return torch.stack(lanes)
 
 
-class Pairs(Sampler):
-    """Draws windows of two rows that begin at given ``(lane, step)``."""
-
-    def __init__(self, begins: list[tuple[int, int]]) -> None:
-        super().__init__()
-        self.begins = begins
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        index = [[step + k, lane] for lane, step in self.begins for k in range(2)]
-        ids = torch.arange(len(self.begins)).repeat_interleave(2)
-        return torch.tensor(index), {"sequence_id": ids}
-
-
 SHAPES = [
     ((), 0, (3,)),
     ((7,), 0, (21,)),
@@ -134,66 +120,6 @@ SHAPES = [
     ((2, 3, 4), -1, (2, 3, 12)),
     ((2, 3, 4), 1, (2, 9, 4)),
 ]
-
-
-@pytest.mark.parametrize(("shape", "dim", "stacked"), SHAPES)
-@pytest.mark.parametrize("pad", ["repeat", "zero"])
-def test_read_time_equals_live(
-    shape: tuple[int, ...], dim: int, stacked: tuple[int, ...], pad: str
-) -> None:
-    """S15: shapes, bounds, and every row the same as stacked while it was played."""
-    transform = StackFrames(["x"], 3, dim, pad)
-    rows = recorded(shape)
-    stream = transform.stream()
-    live = []
-    for step in range(60):
-        resets = torch.tensor([starts(lane, step) for lane in range(2)])
-        live.append(stream(rows[:, step], resets if step else None))
-        assert rows[0, step]["x"].shape == shape  # the caller's own stays as it is
-    played = torch.stack(live, 1)
-    assert played["x"].shape == (2, 60, *stacked)
-    assert transform.tiled(frame(255, shape)).equal(frame(255, stacked))
-
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(120, ndim=2), transform=transform, batch_size=120,
-        sampler=SamplerWithoutReplacement(),
-    )  # fmt: skip
-    buffer.extend(rows)
-    batch = buffer.sample()
-    step, lane = batch["index"].unbind(-1)
-    for key in ("x", ("next", "x")):
-        assert batch[key].equal(played[lane, step][key])
-        assert batch[key].dtype is torch.int64
-
-
-def test_live_stream_stacks_expected_numbers() -> None:
-    """S15, the numbers themselves."""
-    stream = StackFrames(["x"], 3).stream()
-    rows = recorded(())
-    found = {}
-    for step in range(60):
-        resets = torch.tensor([starts(lane, step) for lane in range(2)])
-        found[step] = stream(rows[:, step].select("x"), resets)["x"].tolist()
-    assert [found[step][0] for step in range(3)] == [[0, 0, 0], [0, 0, 1], [0, 1, 2]]
-    assert found[17] == [[17, 17, 17], [15, 16, 17]]
-    assert found[22] == [[20, 21, 22], [22, 22, 22]]
-
-
-def test_windows_from_storage() -> None:
-    """S15: each step of a window is clamped by itself (F15)."""
-    begins = [(0, 0), (1, 1), (0, 18), (1, 22), (0, 16)]
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(120, ndim=2), transform=StackFrames(["x"], 3),
-        sampler=Pairs(begins), batch_size=10,
-    )  # fmt: skip
-    buffer.extend(recorded(()))
-    assert buffer.sample()["x"].view(5, 2, 3).tolist() == [
-        [[0, 0, 0], [0, 0, 1]],
-        [[0, 0, 1], [0, 1, 2]],
-        [[17, 17, 18], [17, 18, 19]],
-        [[22, 22, 22], [22, 22, 23]],
-        [[14, 15, 16], [17, 17, 17]],
-    ]
 
 
 def test_frames_are_stacked_in_slices() -> None:
