@@ -567,6 +567,7 @@ def tag_episodes(
             raise TypeError(f"expected an index of integers, got {at.dtype}")
         at = at.reshape(-1, storage.ndim) if storage.ndim > 1 else at.reshape(-1)
         slots = at[:, 0] if storage.ndim > 1 else at
+        _ = storage.episodes  # raises for rows that have none
         fits = (slots >= 0) & (slots < storage.ledger.length)
         if generation is not None:
             known = as_tensor(generation).cpu().reshape(-1)
@@ -586,7 +587,7 @@ def check_tags(storage: Any, rows: Any, values: Mapping[str, Any]) -> None:
 
 
 def tag_written(storage: Any, index: torch.Tensor, values: Mapping[str, Any]) -> None:
-    """Set checked tags of the episodes of rows that were written to ``index``.
+    """Set checked tags of the episodes of rows that were written to ``index``. This cannot fail.
 
     The index is -1 for rows that were not stored. The caller holds the lock.
     """
@@ -603,14 +604,9 @@ def _require_episodes(storage: Storage) -> None:
 
 def _set(storage: Any, at: torch.Tensor, fits: torch.Tensor, values: Mapping[str, Any]) -> int:
     """Set tags of the episodes of rows that are stored, bool ``[K]``; return their number."""
-    episodes, chosen = storage.episodes, at[fits]
+    given = storage.indexes.tags.checked(values, len(fits))
+    given = {name: tensor[fits] for name, tensor in given.items()}
+    chosen = at[fits]
     flat = ravel(chosen, storage.lanes) if storage.ndim > 1 else chosen
-    ids = episodes.ids(*episodes.time_and_lane(np.ascontiguousarray(flat.numpy(), np.int64)))
-    given = {}
-    for name, value in values.items():
-        per_row = isinstance(value, torch.Tensor) and value.ndim > 0
-        if per_row and len(value) != len(fits):
-            raise ValueError(f"tag {name!r}: expected {len(fits)} values, got {len(value)}")
-        given[name] = value.cpu()[fits] if per_row else value
-    storage.indexes.tags.set(ids, given, episodes)
-    return len(ids)
+    storage.indexes.set_tags(np.ascontiguousarray(flat.numpy(), np.int64), given)
+    return len(flat)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -69,6 +70,8 @@ class EpisodeIndexes:
         # Values of episodes, and the saved values that are not loaded yet.
         self._tags = EpisodeTags()
         self._saved_tags: tuple[Array, dict[str, Any]] | None = None
+        # Tags of rows, by element, that `set_tags` has not set yet.
+        self._new_tags: tuple[Array, Mapping[str, Any]] | None = None
         # Returns the begins of episodes that other processes know; None if no other process writes.
         self.heads_from: Callable[[], dict[str, Any] | None] | None = None
 
@@ -151,7 +154,17 @@ class EpisodeIndexes:
     @property
     def tag_number(self) -> int:
         """A number that changes with each change of a tag."""
-        return self._tags.number
+        return self.tags.number if self._new_tags else self._tags.number
+
+    def set_tags(self, elements: Array, values: Mapping[str, Any]) -> None:
+        """Set checked tags of the episodes of stored rows, int64 ``[K]``.
+
+        After a lack of memory, the next use, commit or overwrite of rows sets the tags.
+        """
+        self._new_tags, loaded, self.loaded = (elements, values), self.loaded, True
+        with contextlib.suppress(MemoryError):
+            self._load_tags()
+            self.loaded = loaded
 
     def follow_tags(self, numbers: Array) -> None:
         """Replace all tags by the committed ones; see ``EpisodeTags.unpack``."""
@@ -287,6 +300,10 @@ class EpisodeIndexes:
         if self._saved_tags is not None:
             self._tags.load(*self._saved_tags, self.of())
             self._saved_tags = None
+        if self._new_tags is not None:
+            index, (elements, values) = self.of(), self._new_tags
+            self._tags.set(index.ids(*index.time_and_lane(elements)), values, index)
+            self._new_tags = None
 
     def _made(self, rule: BoundaryRule, *, before: int = 0) -> EpisodeIndex:
         return EpisodeIndex(self.storage, rule, before=before)
@@ -425,7 +442,7 @@ class EpisodeIndexes:
         self._others.clear()
         self._marks, self._saved = CutMarks(), None
         self._restarted, self._restoring = False, None
-        self._tags, self._saved_tags = EpisodeTags(), None
+        self._tags, self._saved_tags, self._new_tags = EpisodeTags(), None, None
         storage = self.storage
         ledger = storage.ledger
         if not ledger.length:

@@ -102,8 +102,9 @@ class EpisodeTags:
         """
         given = self.checked(values, len(ids))
         at = self.places(ids, index)
-        for name, tensor in given.items():
-            self._column(name, tensor).numpy()[at] = tensor.numpy()
+        # All columns exist before the first value changes.
+        for column, tensor in [(self._column(name, t), t) for name, t in given.items()]:
+            column.numpy()[at] = tensor.numpy()
         self.number += 1
         self.edited = True
 
@@ -265,7 +266,7 @@ class EpisodeData:
 
     Every column has one value for each of the J stored episodes, in order of time, stream after
     stream. It is computed at its first use. ``data["name"]`` is the column of a tag, ``[J, *F]``;
-    an episode without a value has zeros.
+    an episode without a value has zeros. ``"name" in data`` is True if there is such a tag.
 
     Attributes:
         lane: number of the lane or stream.
@@ -301,6 +302,10 @@ class EpisodeData:
 
     def __len__(self) -> int:
         return len(self.lane)
+
+    def __contains__(self, tag: object) -> bool:
+        """Return whether there is a tag of this name."""
+        return tag in self._tags.names
 
     @cached_property
     def id(self) -> Array:

@@ -30,6 +30,7 @@ from replaykit import (
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import BufferFull, SchemaError
 from replaykit.storages.columns import Columns
+from replaykit.storages.episode_tags import EpisodeTags
 from replaykit.storages.ledger import Ledger
 from tests.samplers.chi_square import chi_square_p
 from tests.storages.sharing import another
@@ -394,3 +395,31 @@ def test_tags_of_a_write_protect_its_episodes_and_name_each_row() -> None:
     with pytest.raises(RuntimeError, match="TensorDicts"):
         plain.extend(torch.arange(3), tags={"demo": True})
     assert not len(plain)
+
+
+@pytest.mark.parametrize("kind", ["memory", "recovered", "shared"])
+def test_lack_of_memory_separates_no_rows_from_their_tags(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rb = make(12, kind=in_folder(kind, tmp_path), shared=kind == "shared")
+    rb.extend(rows_of(0, 2), tags={"mark": 1})
+    real, failed = EpisodeTags.places, []
+
+    def fail_once(*args: Any) -> Any:
+        if len(failed) <= (kind == "memory"):
+            failed.append(0)
+            raise MemoryError
+        return real(*args)
+
+    monkeypatch.setattr(EpisodeTags, "places", fail_once)
+    rb.extend(rows_of(1, 3), tags={"mark": 7, "other": 2.0})
+    if kind == "memory":
+        with pytest.raises(MemoryError):  # once more, before anything changes
+            rb.extend(rows_of(2, 9))
+        assert stored(rb) == {0: 2, 1: 3}
+    rb.extend(rows_of(2, 9))  # episode 0 leaves, and rows of the next one move
+    data = rb.storage.indexes.data()
+    assert failed
+    assert dict(zip(data.id.tolist(), data["mark"].tolist(), strict=True)) == {2: 7, 5: 0}
+    assert "other" in data
+    assert "another" not in data
