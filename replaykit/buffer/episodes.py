@@ -561,13 +561,13 @@ def tag_episodes(
 ) -> int:
     """Set tags of the episodes of rows; return how many rows are stored."""
     with buffer._locked() as storage:
-        _require_episodes(storage)
+        columns = _require_episodes(storage)
         at = as_tensor(index).detach().to("cpu")
         if at.is_floating_point() or at.dtype == torch.bool:
             raise TypeError(f"expected an index of integers, got {at.dtype}")
         at = at.reshape(-1, storage.ndim) if storage.ndim > 1 else at.reshape(-1)
         slots = at[:, 0] if storage.ndim > 1 else at
-        _ = storage.episodes  # raises for rows that have none
+        _ = columns.episodes  # raises for rows that have none
         fits = (slots >= 0) & (slots < storage.ledger.length)
         if generation is not None:
             known = as_tensor(generation).cpu().reshape(-1)
@@ -594,12 +594,13 @@ def tag_written(storage: Any, index: torch.Tensor, values: Mapping[str, Any]) ->
     _set(storage, index, (index[:, 0] if storage.ndim > 1 else index) >= 0, values)
 
 
-def _require_episodes(storage: Storage) -> None:
+def _require_episodes(storage: Storage) -> ColumnStorage:
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
             f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
             "memmap storage"
         )
+    return storage
 
 
 def _set(storage: Any, at: torch.Tensor, fits: torch.Tensor, values: Mapping[str, Any]) -> int:

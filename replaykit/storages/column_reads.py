@@ -81,14 +81,6 @@ class ColumnReads(Storage):
         self.ledger.advance(rows.batch[0])
         self.indexes.append(rows, self.ledger.log.number)
 
-    def commit_by_stream(self, rows: Rows, slots: torch.Tensor | range) -> None:
-        """Commit rows that were written by stream.
-
-        See ``Ledger.place_in_streams`` and ``EpisodeIndex.placed``.
-        """
-        self.ledger.place_in_streams(slots)
-        self.indexes.placed(rows, slots if isinstance(slots, range) else slots.numpy())
-
     @property
     def episodes(self) -> EpisodeIndex:
         """The episode index of the stored rows.

@@ -175,11 +175,18 @@ class ColumnStorage(ColumnReads):
         same = all(leaf is given[path] for path, leaf in leaves.items())
         return rows if same else Rows(rows.root, leaves, rows.batch)
 
-    def write_by_stream(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
-        """Write as ``write`` does; each row becomes the newest row of its stream.
+    def place_by_stream(self, slots: torch.Tensor, rows: Rows, *, distinct: bool) -> None:
+        """Write and commit as ``place`` does; each row becomes the newest row of its stream.
 
-        The next rows of the streams continue after these rows.
+        The next rows of the streams continue after these rows. See ``Ledger.place_in_streams``.
         """
+        kept = slice(None) if distinct else last_occurrences(slots)
+        tables = self.ledger.reserve(slots)
+        self._write_streams(slots[kept], rows, kept)
+        self.ledger.place_in_streams(slots, tables)
+        self.indexes.placed(rows, slots.numpy())
+
+    def _write_streams(self, slots: torch.Tensor, rows: Rows, kept: torch.Tensor | slice) -> None:
         columns = self._columns
         if not isinstance(columns, DedupColumns) or columns.key is None:
             self.write(slots, rows, kept)
@@ -251,19 +258,18 @@ class ColumnStorage(ColumnReads):
             else:
                 check_range(slots, 0, self.ledger.length)
             self.accept(rows)
+            if are_new:
+                self.place(slots, rows, move_cursor=set_cursor)
+                self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
+                return
             last = last_occurrences(slots)
-            if not are_new:
-                self.indexes.settle()
+            self.indexes.settle()
             try:
                 self.write(slots[last], rows, last)
             finally:
                 # Only now, because `write` indexes the rows that pending changes name.
-                if not are_new:
-                    self.ledger.log.edit(slots.numpy())
-            if are_new:
-                self.ledger.place(slots, move_cursor=set_cursor)
-                self.notify(slots if self.ndim == 1 else with_lanes(slots, self.lanes))
-            elif self.recovery is not None:
+                self.ledger.log.edit(slots.numpy())
+            if self.recovery is not None:
                 self.recovery.made()
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:

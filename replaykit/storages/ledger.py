@@ -19,6 +19,8 @@ from replaykit.storages.indexing import all_distinct
 
 Array = np.ndarray[Any, Any]
 Table = torch.Tensor | ReadLater[torch.Tensor]
+TablePair = tuple[torch.Tensor, torch.Tensor]
+"""The tables of row ids and generations."""
 
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -330,43 +332,13 @@ class Ledger:
         self.next_position = after
         self.by_stream = False
 
-    def place(self, slots: torch.Tensor, *, move_cursor: bool) -> None:
-        """Commit rows written at ``slots`` in that order, a slot possibly more than once.
+    def reserve(self, slots: torch.Tensor | range, removal: Removal | None = None) -> TablePair:
+        """Return tables for rows that will be placed, after all steps that may fail.
 
-        The caller has checked that no slot below the highest slot stays unwritten. With
-        ``move_cursor`` the cursor moves to the slot after the last of ``slots``.
+        This comes before the write of the rows, and changes nothing.
         """
-        if not len(slots):
-            return
-        self._place(slots)
-        self.changes += 1  # at last, because it marks a complete write
-        self.by_stream = False
-        if move_cursor:
-            self.cursor = (int(slots[-1]) + 1) % self.slots
-
-    def place_in_streams(self, slots: torch.Tensor | range, removal: Removal | None = None) -> None:
-        """Commit rows in free slots, or in the slots of the oldest rows of their streams.
-
-        A range of slots, of step 1, takes less time than the same slots in a tensor.
-
-        The caller has checked that ``oldest_first`` is true. ``changes`` does not grow, because the
-        caller notifies the parts that follow the order of rows. The cursor becomes the first free
-        slot.
-
-        Args:
-            removal: a removal after the write, of which each stream has lost only its oldest rows.
-                Rows that move keep their row ids. No pair of a slot and a generation from before
-                names one of the slots ``removal.target``, or a slot without a row.
-        """
-        self._place(slots, removal)
-        self.by_stream = True
-        self.cursor = self.length % self.slots
-
-    def _place(self, slots: Any, removal: Removal | None = None) -> None:
-        """Change the tables after all steps that may fail, so that an error changes nothing."""
-        is_run = type(slots) is range
-        top = max(self.length, slots.stop if is_run else int(slots.max()) + 1)
         before = self._position_table, self.generation_table
+        top = max(self.length, slots.stop if type(slots) is range else int(slots.max()) + 1)
         try:
             positions = self._table_for(Tables.POSITIONS, top)
             generations = self._table_for(Tables.GENERATIONS, top)
@@ -377,20 +349,65 @@ class Ledger:
                         self._before(number, removal.target)
                 if removal is not None:
                     self._before(Tables.GENERATIONS, range(removal.length, top))
-        except BaseException:
+            return positions, generations
+        finally:
             self._position_table, self.generation_table = before
-            raise
+
+    def place(
+        self, slots: torch.Tensor, tables: TablePair | None = None, *, move_cursor: bool
+    ) -> None:
+        """Commit rows written at ``slots`` in that order, a slot possibly more than once.
+
+        ``tables`` is the result of ``reserve``, if it was called. The caller has checked that no
+        slot below the highest slot stays unwritten. With ``move_cursor`` the cursor moves to the
+        slot after the last of ``slots``.
+        """
+        if not len(slots):
+            return
+        self._place(slots, self.reserve(slots) if tables is None else tables)
+        self.changes += 1  # at last, because it marks a complete write
+        self.by_stream = False
+        if move_cursor:
+            self.cursor = (int(slots[-1]) + 1) % self.slots
+
+    def place_in_streams(
+        self, slots: torch.Tensor | range, tables: TablePair, removal: Removal | None = None
+    ) -> None:
+        """Commit rows in free slots, or in the slots of the oldest rows of their streams.
+
+        A range of slots, of step 1, takes less time than the same slots in a tensor.
+
+        The caller has checked that ``oldest_first`` is true. ``changes`` does not grow, because the
+        caller notifies the parts that follow the order of rows. The cursor becomes the first free
+        slot.
+
+        Args:
+            tables: the result of ``reserve`` for these arguments.
+            removal: a removal after the write, of which each stream has lost only its oldest rows.
+                Rows that move keep their row ids. No pair of a slot and a generation from before
+                names one of the slots ``removal.target``, or a slot without a row.
+        """
+        self._place(slots, tables, removal)
+        self.by_stream = True
+        self.cursor = self.length % self.slots
+
+    def _place(self, slots: Any, tables: TablePair, removal: Removal | None = None) -> None:
+        """Change the tables. No step may fail."""
+        is_run, length = type(slots) is range, self.length
+        self._positions, self._generations = positions, generations = tables
         first, until = self.next_position, self.next_position + len(slots)
         self.log.place(slots if is_run else slots.numpy())
         # This comes before the changes of the tables, so that an interrupt in between leaves a
         # valid ledger.
         self.next_position = until
         if is_run:
-            tables = positions.data_ptr(), generations.data_ptr()
-            native.core.place_run(*tables, top, slots.start, until - first, first)
+            top = max(length, slots.stop)
+            pointers = positions.data_ptr(), generations.data_ptr()
+            native.core.place_run(*pointers, top, slots.start, until - first, first)
         else:
             # NumPy has less overhead. If a slot repeats, it stores the last row id.
             positions.numpy()[slots.numpy()] = np.arange(first, until)
+            top = max(length, int(slots.max()) + 1)
             np.add.at(generations.numpy(), slots.numpy(), 1)
         self.length = top
         if removal is not None:

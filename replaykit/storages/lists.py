@@ -154,9 +154,9 @@ class ListStorage(Storage):
                 end = max(end, slot + 1)
             if not are_new:
                 self.ledger.log.edit(slots.numpy())
-            self.write(slots, rows, slice(None))
-            if are_new:
-                self.ledger.place(slots, move_cursor=set_cursor)
+                self.write(slots, rows, slice(None))
+            elif len(slots):
+                self.place(slots, rows, move_cursor=set_cursor)
                 self.notify(slots)
 
     def edit(self, index: Any, value: Any, *, time_dim: int = 0) -> None:

@@ -156,6 +156,7 @@ class Replacement:
             slots = range(int(self.slots[0]), int(self.slots[-1]) + 1)
         elif rows is not None:
             slots = torch.from_numpy(self.slots)
+        tables = ledger.reserve(slots, removal)
         try:
             if removal is not None and len(removal.source):
                 self._write_copies(removal.target, slice(0, len(removal.source)))
@@ -163,7 +164,7 @@ class Replacement:
                 storage.write_ring(slots.start, rows, 0)  # faster
             elif rows is not None:
                 storage.write(slots, rows, slice(None))
-            ledger.place_in_streams(slots, removal)
+            ledger.place_in_streams(slots, tables, removal)
         except BaseException:
             if copied:
                 first = 0 if removal is None else len(removal.source)

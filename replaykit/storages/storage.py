@@ -18,6 +18,7 @@ from replaykit.interrupts import Lock, ProcessLock
 from replaykit.keywords import named_after, old_name
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
+from replaykit.storages.indexing import last_occurrences
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.save_hooks import SavedRows
 from replaykit.structure import Path, map_leaves
@@ -193,6 +194,30 @@ class Storage(SavedRows, Uncompiled, ABC):
             kept = arange(len(rows))[kept]
         for slot, row in zip(slots.tolist(), kept.tolist(), strict=True):
             self.set(slot, rows[row])
+
+    def place(
+        self,
+        slots: torch.Tensor,
+        rows: Any,
+        of: torch.Tensor | None = None,
+        *,
+        move_cursor: bool,
+    ) -> torch.Tensor | slice:
+        """Write the accepted rows ``rows[of]`` at ``slots``, and commit them.
+
+        Args:
+            slots: int64 ``[K]``. Of several rows for one slot, the last one is stored.
+            of: the places of the rows, int64 ``[K]``; None for all rows.
+            move_cursor: as for ``Ledger.place``.
+
+        Returns:
+            The places in ``slots`` of the rows that are stored.
+        """
+        last = last_occurrences(slots)
+        tables = self.ledger.reserve(slots)
+        self.write(slots[last], rows, last if of is None else of[last])
+        self.ledger.place(slots, tables, move_cursor=move_cursor)
+        return last
 
     def commit(self, rows: Any) -> None:
         """Commit rows that were written at the cursor."""

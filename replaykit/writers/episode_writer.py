@@ -368,8 +368,10 @@ class EpisodeWriter(Writer):
         if slot < 0:
             return None
         storage.accept(rows)
+        slots = range(slot, slot + count)
+        tables = ledger.reserve(slots)
         storage.write_ring(slot, rows, 0)
-        ledger.place_in_streams(range(slot, slot + count))
+        ledger.place_in_streams(slots, tables)
         storage.indexes.replaced_run(gone, key, slot, count)
         for _ in gone:
             self._queue.popleft()

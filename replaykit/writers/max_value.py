@@ -17,7 +17,6 @@ from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
 from replaykit.storages import Storage
-from replaykit.storages.indexing import last_occurrences
 from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
 from replaykit.writers.writer import Writer, WriterState, ledger_of
@@ -121,18 +120,15 @@ class TensorDictMaxValueWriter(Writer):
         accepted = (index >= 0).nonzero().flatten()
         if not len(accepted):
             return index
-        last = last_occurrences(index[accepted])
-        stored = accepted[last]
         try:
-            storage.write(index[stored], rows, stored)
             # The cursor moves too, because another writer may later continue from it.
-            storage.ledger.place(index[accepted], move_cursor=True)
+            last = storage.place(index[accepted], rows, accepted, move_cursor=True)
         except BaseException:
             self._heap = None  # the heap has rows that were not stored
             raise
         self._seen = self.storage.ledger.log.number
         self._count(len(accepted))
-        result = torch.full_like(index, -1)
+        stored, result = accepted[last], torch.full_like(index, -1)
         result[stored] = index[stored]
         return result
 

@@ -18,7 +18,7 @@ from replaykit.keywords import checked_keywords
 from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
-from replaykit.storages.indexing import as_slots, check_no_hole, last_occurrences
+from replaykit.storages.indexing import as_slots, check_no_hole
 from replaykit.structure import Branch
 from replaykit.ted import format_key
 from replaykit.writers.writer import Writer, WriterState, full_index, ledger_of
@@ -87,11 +87,8 @@ class RoundRobinWriter(Writer):
         if not len(free):
             return self.write(rows)
         storage.accept(rows)
-        ledger = storage.ledger
-        slots = torch.cat([free, ledger.next_slots(count - len(free))])
-        last = last_occurrences(slots)
-        storage.write(slots[last], rows, last)
-        ledger.place(slots, move_cursor=count > len(free))
+        slots = torch.cat([free, storage.ledger.next_slots(count - len(free))])
+        storage.place(slots, rows, move_cursor=count > len(free))
         self._count(count)
         return slots
 
@@ -120,9 +117,7 @@ class RoundRobinWriter(Writer):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             check_no_hole(slots, storage.ledger.length)
             storage.accept(rows)
-            last = last_occurrences(slots)
-            storage.write(slots[last], rows, last)
-            storage.ledger.place(slots, move_cursor=False)
+            storage.place(slots, rows, move_cursor=False)
             self._count(len(rows))
             index = full_index(slots, storage)
             storage.notify(index)
@@ -273,9 +268,7 @@ class LaneWriter(Writer):
         if index is None:
             _ = storage.episodes  # create the index, so that it follows this write
         slots = torch.from_numpy(targets)
-        last = slice(None) if distinct else last_occurrences(slots)
-        storage.write_by_stream(slots[last], rows, last)
-        storage.commit_by_stream(rows, slots)
+        storage.place_by_stream(slots, rows, distinct=distinct)
         self._count(len(rows))
         return slots
 

@@ -332,24 +332,28 @@ def test_a_loaded_turn_follows_rows_that_move_in_the_first_write(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["memory", "recovered", "once", "recovered once"])
-@pytest.mark.parametrize("action", ["write", "remove", "tag"])
+@pytest.mark.parametrize("action", ["write", "fit", "run", "remove", "tag"])
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
         (Columns, "gather", 0),
         *((Columns, "scatter", calls) for calls in (0, 1)),
-        (Ledger, "place_in_streams", 0),
-        (Ledger, "_table_for", 1),
+        (Ledger, "reserve", 0),
+        *((Ledger, "_table_for", calls) for calls in (0, 1)),
     ],
 )
 def test_a_fault_leaves_all_rows_as_they_were(
     owner: Any, name: str, after: int, action: str, kind: str, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    rb = make(12, kind=in_folder(kind, tmp_path))
+    rb = make(12, kind=in_folder(kind, tmp_path), on_duplicate="replace")
     for key, n in enumerate((6, 2, 2)):
         rb.extend(rows_of(key, n), tags={"mark": key})
     before = rb[:].clone(), stored(rb)
+    key, n = {"fit": (0, 6), "run": (9, 6)}.get(action, (9, 3))
+    if action == "run":
+        rb.extend(rows_of(3, 2), tags={"mark": 3})
+        before = rb[:].clone(), stored(rb)
     calls, real = [], getattr(owner, name)
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -364,7 +368,9 @@ def test_a_fault_leaves_all_rows_as_they_were(
             if action == "remove":
                 rb.remove_oldest(1)
             else:
-                rb.extend(rows_of(9, 3), tags={"mark": 9 if action == "write" else 0.5})
+                new = rows_of(key, n)
+                new["next", "reward"] += 1
+                rb.extend(new, tags={"mark": 0.5 if action == "tag" else 9})
         except (MemoryError, SchemaError):
             failed = True
         else:
@@ -373,7 +379,7 @@ def test_a_fault_leaves_all_rows_as_they_were(
     if failed:
         assert (rb[:] == before[0]).all()
         assert stored(rb) == before[1]
-        assert rb.storage.indexes.data()["mark"].tolist() == [0, 1, 2]
+        assert rb.storage.indexes.data()["mark"].tolist() == [0, 1, 2, 3][: len(before[1])]
     rb.extend(rows_of(10, 12))
     assert stored(rb) == {10: 12}
 
