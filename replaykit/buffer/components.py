@@ -658,7 +658,7 @@ def check_type(name: str, given: object, kind: type) -> None:
 def check_generator(generator: object) -> None:
     """Raise TypeError unless the argument is a torch generator or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
+        raise TypeError(f"expected generator as a torch.Generator, got {type(generator).__name__}")
 
 
 def check_collate_fn(collate_fn: object) -> None:
