@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["DEFAULT_REMOTE_CLASS_CONFIG", "Carried", "actor_class", "ray_module", "start_ray"]
-
 DEFAULT_REMOTE_CLASS_CONFIG: Final[dict[str, Any]] = {"num_cpus": 1, "num_gpus": 0}
 """The default resources of an actor."""
 

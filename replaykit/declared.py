@@ -44,21 +44,6 @@ from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
-__all__ = [
-    "MOST",
-    "Count",
-    "Positive",
-    "Rule",
-    "check_fields",
-    "decode_state",
-    "encode_state",
-    "matching",
-    "read_value",
-    "require_kind",
-    "vector",
-    "within",
-]
-
 Declared = TypeVar("Declared")
 
 MOST = 2**62

@@ -19,8 +19,6 @@ from replaykit.schema import Schema
 from replaykit.structure import Path, flatten, from_numbers, from_numpy
 from replaykit.ted import format_key, unravel
 
-__all__ = ["VectorSteps", "transition"]
-
 
 def transition(
     observation: Any,

@@ -24,34 +24,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "LARGE_PAGE",
-    "EarlySync",
-    "NoRoomError",
-    "Span",
-    "TooManyFilesError",
-    "can_map_spans",
-    "disk_errors",
-    "exchange",
-    "file_limit_errors",
-    "make_directory",
-    "map_common",
-    "map_private",
-    "map_spans",
-    "no_room",
-    "private_path",
-    "remove_tree",
-    "replace_file",
-    "require_room",
-    "reserve",
-    "reserve_blocks",
-    "reserve_opened",
-    "siblings",
-    "sync_directory",
-    "sync_tree",
-]
-
-
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EARLY_BYTES: Final = 16 << 20
 _SYNC_THREADS: Final = 8

@@ -27,8 +27,6 @@ from typing import Any
 
 from replaykit import native
 
-__all__ = ["Lock", "ProcessLock", "acquire", "allowed", "check", "deferred", "shielded", "wait_for"]
-
 _POLL_S = 0.05
 """Seconds between checks for signals while the main thread waits."""
 

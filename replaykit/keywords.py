@@ -11,16 +11,6 @@ from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
-__all__ = [
-    "Replaced",
-    "checked_keywords",
-    "named_after",
-    "old_name",
-    "one_of",
-    "refuse_unknown",
-    "whole_number",
-]
-
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
 

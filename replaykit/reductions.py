@@ -8,8 +8,6 @@ import torch
 
 from replaykit._compat import dtype_name
 
-__all__ = ["REDUCTIONS", "reduce_rows"]
-
 _OVER_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda x: x.amax(-1),
     "min": lambda x: x.amin(-1),

@@ -17,19 +17,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "ENTRIES",
-    "MOVED",
-    "ROOMS",
-    "Entry",
-    "entry_of",
-    "exports",
-    "getter",
-    "load",
-    "of_kind",
-    "room",
-]
-
 
 class Entry(NamedTuple):
     """One public name.

@@ -31,8 +31,6 @@ from replaykit.structure import (
 )
 from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, end_flags, format_key, unravel
 
-__all__ = ["Rows", "Schema", "check_alike", "split_leaves", "zeros_of"]
-
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
 

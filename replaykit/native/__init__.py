@@ -20,20 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "MOST_MOMENTS",
-    "Moments",
-    "RankHeap",
-    "Table",
-    "ask_for_large_pages",
-    "core",
-    "crc32",
-    "join_pages",
-    "moments",
-    "power",
-    "row_stride",
-]
-
 
 def _load() -> Any:
     name = "replaykit.native._core"

@@ -10,8 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["make_lerobot"]
-
 _SIZE: Final = (32, 48)
 _INDEX: Final = "__index_level_0__"
 _TASKS: Final = ("push the block", "pull the block")

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RoboHiveWriter", "make_trial"]
-
 
 def make_trial(
     records: int,
