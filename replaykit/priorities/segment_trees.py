@@ -15,14 +15,16 @@ import torch
 from replaykit._compat import Uncompiled, as_tensor
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import checked_keywords
-from replaykit.priorities.tree_kernels import TorchKernel, chosen_kernel, native_view
-from replaykit.priorities.tree_layout import (
+from replaykit.priorities.tree_kernels import (
     Operation,
+    TorchKernel,
     allocate,
     as_index,
     as_numbers,
     as_values,
+    chosen_kernel,
     levels_of,
+    native_view,
     operation_of,
     refuse,
     refuse_query,

@@ -9,7 +9,7 @@ import torch
 
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
 from replaykit.priorities import SegmentTree
-from replaykit.priorities.tree_layout import Levels, levels_of
+from replaykit.priorities.tree_kernels import Levels, levels_of
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 100_003, 10**6]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**40 + 1, 2**60]
