@@ -93,7 +93,7 @@ def no_room(code: int | None, path: Path, nbytes: int) -> NoRoomError:
     """Return an error with the path, the needed and free bytes, and a remedy."""
     reason = os.strerror(code or errno.ENOSPC)
     try:
-        free = f"{shutil.disk_usage(_existing(path)).free:,} bytes are free there"
+        free = f"{free_bytes(path):,} bytes are free there"
     except OSError:
         free = "the free space is unknown"
     return NoRoomError(
@@ -146,7 +146,13 @@ def _file_limit(code: int) -> str:
     )
 
 
-def _existing(path: Path) -> Path:
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a path, which need not exist."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
@@ -159,7 +165,7 @@ def require_room(directory: Path, total: int, largest: int) -> None:
         OSError: with ``ENOSPC`` if fewer than ``total`` bytes are free on the disk. With ``EFBIG``
             if this process may not write a file of ``largest`` bytes.
     """
-    if shutil.disk_usage(_existing(directory)).free < total:
+    if free_bytes(directory) < total:
         raise no_room(errno.ENOSPC, directory, total)
     try:
         import resource

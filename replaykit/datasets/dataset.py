@@ -41,7 +41,8 @@ from replaykit.datasets.published_buffer import (
     chosen_episodes,
 )
 from replaykit.datasets.publishing import Published, open_published, remove_published
-from replaykit.datasets.sources import DownloadPlan, Remote, Sources, free_bytes, room_needed_at
+from replaykit.datasets.sources import DownloadPlan, Remote, Sources, room_needed_at
+from replaykit.filesystem import free_bytes
 from replaykit.keywords import checked_keywords, refuse_unknown
 from replaykit.writers import ImmutableDatasetWriter, Writer
 

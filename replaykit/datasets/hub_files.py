@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replaykit.datasets.sources import free_bytes
 from replaykit.datasets.transfers import (
     BUSY,
     Meter,
@@ -29,6 +28,7 @@ from replaykit.datasets.transfers import (
 )
 from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
+from replaykit.filesystem import free_bytes
 
 _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 

@@ -38,7 +38,7 @@ from replaykit.datasets.publishing import (
 )
 from replaykit.datasets.transfers import Progress, Retry, is_offline, write_note
 from replaykit.errors import DownloadError, UploadError
-from replaykit.filesystem import require_room
+from replaykit.filesystem import existing, require_room
 
 CARD_NAME: Final = "README.md"
 _TAGS: Final = ("replaykit", "reinforcement-learning")
@@ -460,10 +460,7 @@ def _broken(listing: HubListing, what: str) -> DownloadError:
 
 def _require_room(directory: Path, files: tuple[HubFile, ...]) -> None:
     """Check the room in the target if files will be copied. `fetch` checks the cache."""
-    cache = cache_root()
-    while not cache.exists():
-        cache = cache.parent
-    if cache.stat().st_dev != directory.stat().st_dev:
+    if existing(cache_root()).stat().st_dev != directory.stat().st_dev:
         sizes = [file.size for file in files]
         require_room(directory, sum(sizes), max(sizes))
 

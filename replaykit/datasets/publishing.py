@@ -399,18 +399,20 @@ def ensure_published(
             the path holds an incomplete data set or a data set of another identity.
     """
     target = _resolve(path)
+
+    def current() -> Published | None:
+        found = None if force else _existing(target, identity)
+        is_old = found is None or (is_current is not None and not is_current(found.manifest))
+        return None if is_old else found
+
     with file_limit_errors(target):
-        if not force:
-            found = _existing(target, identity)
-            if found is not None and (is_current is None or is_current(found.manifest)):
-                return found
+        if (found := current()) is not None:
+            return found
         with target_lock(target):
             unfinished = recover(target, keeps=goes_on)
-            if not force:
-                found = _existing(target, identity)
-                if found is not None and (is_current is None or is_current(found.manifest)):
-                    recover(target)
-                    return found
+            if (found := current()) is not None:
+                recover(target)
+                return found
             check_own(target)
             if prepare is not None:
                 prepare()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, Final, Protocol
 from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5_checks import check_signature
 from replaykit.errors import CorpusError
-from replaykit.filesystem import NoRoomError, siblings
+from replaykit.filesystem import NoRoomError, existing, free_bytes, siblings
 
 SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 """The suffixes by which a folder is searched for H5 files."""
@@ -271,11 +270,6 @@ class Remote(Protocol):
         """
 
 
-def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of a path, which need not exist."""
-    return shutil.disk_usage(_existing(path)).free
-
-
 def room_needed_at(target: Path, *, may_shrink: bool, force: bool = False) -> Path | None:
     """Return the directory that needs as much room as the source files, or ``None``.
 
@@ -305,7 +299,7 @@ def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: in
     """
     if not missing:
         return
-    is_one_disk = _existing(cache).stat().st_dev == _existing(target).stat().st_dev
+    is_one_disk = existing(cache).stat().st_dev == existing(target).stat().st_dev
     needed, free = nbytes + missing * is_one_disk, free_bytes(target)
     if needed > free:
         fetched = f"{missing:,} bytes to download, and " if is_one_disk else ""
@@ -316,9 +310,3 @@ def require_room_for_columns(cache: Path, missing: int, target: Path, nbytes: in
             "another root, or fetch the files separately and pass them with source=",
             str(target),
         )
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

@@ -190,9 +190,7 @@ def _check_numbers(made: LeRobotSet) -> None:
 
 
 def _json(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
-    if name not in paths:
-        raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
-    with file_errors(paths[name]):
+    with file_errors(_there(paths, name)):
         found = json.loads(paths[name].read_text("utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"{type(found).__name__}, expected an object")
@@ -200,10 +198,14 @@ def _json(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
 
 
 def _lines(paths: Mapping[str, Path], name: str) -> list[dict[str, Any]]:
+    with file_errors(_there(paths, name)):
+        return json_lines(paths[name])
+
+
+def _there(paths: Mapping[str, Path], name: str) -> Path:
     if name not in paths:
         raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
-    with file_errors(paths[name]):
-        return json_lines(paths[name])
+    return paths[name]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -339,9 +341,7 @@ def _task_names(entries: Sequence[Mapping[str, Any]], path: Path) -> dict[int, s
 def _read_v3(
     paths: Mapping[str, Path], info: Mapping[str, Any], features: Sequence[Feature]
 ) -> LeRobotSet:
-    path = paths.get("meta/tasks.parquet")
-    if path is None:
-        raise CorpusError(f"{paths[INFO].parent / 'tasks.parquet'}: is missing [V05]")
+    path = _there(paths, "meta/tasks.parquet")
     with file_errors(path):
         # read_table() would import pandas, if installed, which takes longer than most conversions.
         table = arrow().ParquetFile(path).read()
