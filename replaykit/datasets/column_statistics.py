@@ -1,4 +1,4 @@
-"""Statistics of columns: of a conversion in one pass, and of chosen episodes with quantiles."""
+"""Statistics of columns: in one pass, and of chosen episodes with quantiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of all corpus classes, which opens data sets, and the catalogue of them."""
+"""The base class of all corpus classes, and their catalogue."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from replaykit._version import __version__
 from replaykit.datasets.engine.policies import Policies, meant
-from replaykit.tools.output import Output, plain, policy_options, sheet
+from replaykit.tools.app import Output, plain, policy_options, sheet
 
 
 @click.group(

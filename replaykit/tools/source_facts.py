@@ -1,4 +1,4 @@
-"""Information about data sets, H5 files and tables, with checks and repairs of tables."""
+"""Information about data sets, H5 files and tables; repairs of tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of LeRobot's data sets, checked on frames, and repairs of the metadata from them."""
+"""The rules of LeRobot's data sets, and repairs of their metadata from frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The family of RLDS data sets, as TensorFlow Datasets stores them, read without TensorFlow.
+"""The family of RLDS data sets, as TensorFlow Datasets stores them.
 
 A TFRecord file is a row of records: the length in 8 bytes, its checksum, the data, its checksum.
 Numbers are little-endian, and checksums are CRC-32C with a mask. A record is a protobuf message

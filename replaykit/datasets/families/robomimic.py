@@ -1,4 +1,4 @@
-"""The families of simulated demonstrations: robomimic, robosuite, LIBERO, Isaac Lab, ManiSkill.
+"""The families of simulated demonstrations, such as robomimic and LIBERO.
 
 LIBERO's replay appends the observation that a step returned, but states and actions keep their
 index. So record ``j`` holds the state before action ``j``, action ``j``, and the observation after

@@ -17,8 +17,8 @@ import pytest
 
 import replaykit
 from replaykit.testing.robohive_files import RoboHiveWriter
+from replaykit.tools.app import Output
 from replaykit.tools.commands import families
-from replaykit.tools.output import Output
 from replaykit_command import main
 from tests.support import Fault, LoopbackHub
 
