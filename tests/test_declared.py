@@ -29,7 +29,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from replaykit.adapters.recording_folder import _Committed
-from replaykit.datasets.dataset_manifest import Array, GroupFile, Manifest
+from replaykit.datasets.dataset_manifest import Array, AttachedFile, Manifest
 from replaykit.datasets.hub_files import HubFile, HubListing
 from replaykit.declared import (
     MOST,
@@ -200,7 +200,7 @@ def _manifest() -> tuple[Any, Any]:
         report=empty,
         arrays=(array,),
         episode_arrays=(ends,),
-        group_file=GroupFile("episodes/groups.txt", 9, 3),
+        group_file=AttachedFile("episodes/groups.txt", 9, 3),
     )
     assert Manifest.parse(manifest.dump()) == manifest
     return Manifest, json.loads(manifest.dump())

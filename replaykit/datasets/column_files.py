@@ -24,7 +24,6 @@ from tensordict import TensorDict
 from replaykit.datasets.dataset_manifest import (
     Array,
     AttachedFile,
-    GroupFile,
     crc32_of_file,
     joined_crc32,
 )
@@ -422,7 +421,7 @@ EPISODE_FIELDS: Final[Mapping[str, tuple[npt.DTypeLike, str]]] = {
 
 def write_episode_table(
     directory: Path, columns: Mapping[str, npt.NDArray[Any]], groups: Iterable[str]
-) -> tuple[tuple[Array, ...], GroupFile]:
+) -> tuple[tuple[Array, ...], AttachedFile]:
     """Write the episode table below a data set's directory.
 
     Args:
@@ -456,7 +455,7 @@ def write_episode_table(
                 names.write(text)
                 names.flush()
     name = path.relative_to(directory).as_posix()
-    return arrays, GroupFile(name, nbytes, crc32)
+    return arrays, AttachedFile(name, nbytes, crc32)
 
 
 def read_groups(path: Path) -> list[str]:

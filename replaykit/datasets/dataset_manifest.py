@@ -154,17 +154,8 @@ class Array:
 
 
 @dataclass(frozen=True)
-class GroupFile:
-    """The text file with the names of the episodes' groups."""
-
-    file: _File
-    nbytes: Count
-    crc32: _Crc32
-
-
-@dataclass(frozen=True)
 class AttachedFile:
-    """A file with encoded images, to which a column of the data set refers."""
+    """A file that holds no column: names of groups, or encoded images of a column."""
 
     file: _File
     nbytes: Count
@@ -208,7 +199,7 @@ class Manifest:
     report: Mapping[str, Any]
     arrays: tuple[Array, ...]
     episode_arrays: tuple[Array, ...]
-    group_file: GroupFile
+    group_file: AttachedFile
     finals: tuple[Array, ...] = ()
     attached: tuple[AttachedFile, ...] = ()
 
@@ -239,9 +230,7 @@ class Manifest:
         for array in (*self.arrays, *self.episode_arrays, *self.finals):
             if array.file is not None:
                 yield array.file, array.nbytes, array.crc32
-        group = self.group_file
-        yield group.file, group.nbytes, group.crc32
-        for file in self.attached:
+        for file in (self.group_file, *self.attached):
             yield file.file, file.nbytes, file.crc32
 
     def content_id(self) -> str:

@@ -213,10 +213,8 @@ def _open_at(directory: int, path: Path) -> Published:
     _check_folders(directory, manifest)
     columns = {array.key: _map(directory, path, array) for array in manifest.arrays}
     episodes = {array.key[0]: _map(directory, path, array) for array in manifest.episode_arrays}
-    group = manifest.group_file
-    os.close(_open_sized(directory, group.file, group.nbytes))
-    for attached in manifest.attached:
-        os.close(_open_sized(directory, attached.file, attached.nbytes))
+    for other in (manifest.group_file, *manifest.attached):
+        os.close(_open_sized(directory, other.file, other.nbytes))
     table = TensorDict(episodes, batch_size=[manifest.episodes])
     finals = {array.key: _map(directory, path, array) for array in manifest.finals}
     for key in finals:
