@@ -25,6 +25,7 @@ from replaykit.datasets.column_files import (
 )
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, provenance
 from replaykit.datasets.engine.conversion_report import (
+    Converted,
     duplicates,
     make_report,
     summary,
@@ -165,16 +166,13 @@ def ensure_dataset(
         named_files = [(file.path, file.name) for file in sources.files]
         before = stamps_of(named_files, layout)
         if isinstance(layout, Layout):
-            manifest, text = _convert(directory, sources, layout, options, named, before, progress)
+            made = _convert(directory, sources, layout, options, named, before, progress)
         else:
-            manifest, text = convert_table(
+            made = convert_table(
                 directory,
                 sources,
                 layout,
                 options.policies,
-                named,
-                {"source_stamps": before},
-                options.to_json(),
                 block_bytes=options.block_bytes,
                 progress=progress,
             )
@@ -182,9 +180,29 @@ def ensure_dataset(
             raise CorpusError(
                 "a source file changed while it was converted; convert it again [V02]"
             )
+        episode_arrays, group_file = write_episode_table(directory, made.table, made.names)
+        text = summary(made.report, made.notes)
         if text is not None:
+            if options.policies.strict:
+                raise CorpusError(f"{made.file}: refused, since policies are strict: {text}")
             warning_texts.append(text)
-        return manifest
+        rows = int(made.table["length"].sum())
+        return Manifest(
+            rows=rows,
+            batch=(rows,),
+            episodes=len(made.table["length"]),
+            arrays=made.arrays,
+            finals=made.finals,
+            attached=made.attached,
+            episode_arrays=episode_arrays,
+            group_file=group_file,
+            converter={"name": layout.name, "version": layout.version},
+            identity=named,
+            source=sources.to_json(),
+            report=made.report,
+            options=options.to_json(),
+            made={**provenance(), "source_stamps": before},
+        )
 
     def prepare() -> None:
         found.append(get_sources())
@@ -234,8 +252,8 @@ def _convert(
     identity: Mapping[str, Any],
     stamps: Mapping[str, list[int]],
     progress: bool | None,
-) -> tuple[Manifest, str | None]:
-    """Fill a directory with columns and episode table, and return manifest and warning."""
+) -> Converted:
+    """Fill a directory with the columns of files."""
     said = {"options": options.to_json(), "identity": dict(identity)}
     unfinished = Unfinished(directory, conversion_digest(sources, layout, said, stamps))
     # The fields and episodes that an interrupted conversion had to leave out.
@@ -309,33 +327,21 @@ def _convert(
     removed = condense(directory, plan, columns, options.policies, notes, first)
     lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
     finals = store_once(directory, lasts, columns) if options.policies.repeated == "once" else {}
-    names = plan.episodes.names()
-    episode_arrays, group_file = write_episode_table(directory, written.table, names)
     report = {
         **make_report(plan, sources, notes, written.facts, written.table["digest"]),
         "removed": removed,
         "splits": dict(plan.splits),
         "rules": plan.layout.declaration(),
     }
-    text = summary(report, notes)
-    if text is not None and options.policies.strict:
-        raise CorpusError(f"{first.file}: refused, since policies are strict: {text}")
-    manifest = Manifest(
-        rows=plan.rows,
-        batch=(plan.rows,),
-        episodes=len(plan.episodes),
-        arrays=_arrays(directory, plan, columns, written),
-        finals=_arrays(directory, plan, finals, written),
-        episode_arrays=episode_arrays,
-        group_file=group_file,
-        converter={"name": layout.name, "version": layout.version},
-        identity=dict(identity),
-        source=sources.to_json(),
-        report=report,
-        options=options.to_json(),
-        made={**provenance(), "source_stamps": stamps},
+    return Converted(
+        first.file,
+        _arrays(directory, plan, columns, written),
+        _arrays(directory, plan, finals, written),
+        written.table,
+        plan.episodes.names(),
+        report,
+        notes,
     )
-    return manifest, text
 
 
 def _columns(

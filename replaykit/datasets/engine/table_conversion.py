@@ -23,12 +23,11 @@ from replaykit.datasets.column_files import (
     create_columns,
     synced_early,
     torch_dtype,
-    write_episode_table,
 )
 from replaykit.datasets.column_statistics import Statistics
-from replaykit.datasets.dataset_manifest import AttachedFile, Manifest, provenance
+from replaykit.datasets.dataset_manifest import AttachedFile
 from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
-from replaykit.datasets.engine.conversion_report import duplicates, record_of, summary
+from replaykit.datasets.engine.conversion_report import Converted, duplicates, record_of
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import (
@@ -61,14 +60,11 @@ def convert_table(
     sources: Sources,
     layout: TableLayout,
     policies: Policies,
-    identity: Mapping[str, Any],
-    made: Mapping[str, Any],
-    options: Mapping[str, Any],
     *,
     block_bytes: int,
     progress: bool | None,
-) -> tuple[Manifest, str | None]:
-    """Fill a directory with the columns of a table; return manifest and warning.
+) -> Converted:
+    """Fill a directory with the columns of a table.
 
     Raises:
         CorpusError: a rule is broken. The message names file, episode and rule.
@@ -114,7 +110,7 @@ def convert_table(
             writer.find_copies(choice)
         if len(judge.bad) == known:
             break
-    return writer.finish(sources, layout, identity, made, options)
+    return writer.finish()
 
 
 def _read_first(
@@ -356,15 +352,8 @@ class _Writer:
                 raise self._error(later, what, "V36")
             self.judge.bad[int(self.positions[later])] = f"{what} [V36]"
 
-    def finish(
-        self,
-        sources: Sources,
-        layout: TableLayout,
-        identity: Mapping[str, Any],
-        made: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> tuple[Manifest, str | None]:
-        """Write the episode table and attached files; return manifest and warning."""
+    def finish(self) -> Converted:
+        """Attach files, and return the written columns."""
         hold_back(self.directory)
         lasts = self._stops - 1
         finals = {}
@@ -386,8 +375,6 @@ class _Writer:
         if self.detects_copies:
             table["digest"] = self._digest()
             copies = [[self._named(each) for each in pair] for pair in duplicates(table["digest"])]
-        names = (of.names[position] for position in at.tolist())
-        episode_arrays, group_file = write_episode_table(self.directory, table, names)
         notes = self.judge.notes
         report = {
             "left_out": [dict(entry) for entry in self.source.left_out],
@@ -402,29 +389,19 @@ class _Writer:
         }
         if "fps" in self.source.facts:
             report["fps"] = self.source.facts["fps"]
-        text = summary(report, notes)
-        if text is not None and self.policies.strict:
-            raise CorpusError(f"{self._where(0).file}: refused, since policies are strict: {text}")
-        manifest = Manifest(
-            rows=self.rows,
-            batch=(self.rows,),
-            episodes=len(at),
-            arrays=tuple(self._described(self.columns)),
-            finals=tuple(self._described(finals)),
-            attached=(
+        return Converted(
+            self._where(0).file,
+            tuple(self._described(self.columns)),
+            tuple(self._described(finals)),
+            table,
+            (of.names[position] for position in at.tolist()),
+            report,
+            notes,
+            (
                 *attach_files(self.directory, self.source.attached),
                 *(images.describe() for images in self._images.values()),
             ),
-            episode_arrays=episode_arrays,
-            group_file=group_file,
-            converter={"name": layout.name, "version": layout.version},
-            identity=dict(identity),
-            source=sources.to_json(),
-            report=report,
-            options=dict(options),
-            made={**provenance(), **made},
         )
-        return manifest, text
 
     def _described(self, columns: Mapping[Key, ColumnOutput]) -> Iterator[Any]:
         for key, output in columns.items():
