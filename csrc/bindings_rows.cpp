@@ -58,7 +58,7 @@ void bind_rows(nb::module_& m) {
       .def("__init__",
            [](Table* self, const List& bases, const List& strides, const List& sizes,
               std::int64_t rows) {
-             if (rows < 0) throw nb::value_error("expected rows of at least 0");
+             if (rows < 0) throw nb::value_error("expected rows >= 0");
              new (self) Table(as_fields(bases, strides, sizes), rows);
            })
       .def("gather",

@@ -89,10 +89,10 @@ class Commits {
     return true;
   }
 
-  // Returns for how many elements of one table the journal has room.
+  // Returns for how many elements of one table the journal has room; -1 if for no entry.
   std::int64_t room() const {
     const std::int64_t before = used(latest() + 1);
-    if (before < 0 || before > journal_.size - kJournalHead) return -1;
+    if (before < 0 || before > journal_.size - kJournalHead - 8 * kEntry) return -1;
     return (journal_.size - kJournalHead - before - 8 * kEntry) / 16;
   }
 
