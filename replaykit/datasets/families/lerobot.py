@@ -435,26 +435,29 @@ class LeRobotFrames:
                 yield {feature.key: references}
                 return
         where = self.location(position)
-        for start in range(0, len(times), step):
+
+        def load(start: int) -> Array:
             count = min(step, len(times) - start)
+            pixels = np.empty((count, *feature.shape), np.uint8)
             if is_video:
-                pixels = np.empty((count, *feature.shape), np.uint8)
                 self._reader.read_videos(references[start : start + count], pixels)
-            else:
-                part = column.slice(rows.start + start, count)
-                encoded = [_image_bytes(each, where, feature) for each in part.to_pylist()]
+                return pixels
+            part = column.slice(rows.start + start, count).to_pylist()
+            encoded = [_image_bytes(each, where, feature) for each in part]
+            for at, each in enumerate(encoded):
+                text = f"{where}/{feature.name}, record {start + at}"
                 if self._video == "lazy":
-                    for at, each in enumerate(encoded, start):
-                        check_image(each, feature.shape, f"{where}/{feature.name}, record {at}")
-                    yield {feature.key: _objects(encoded)}
-                    continue
-                pixels = np.empty((count, *feature.shape), np.uint8)
-                for at, each in enumerate(encoded):
-                    decode_image(each, pixels[at], f"{where}/{feature.name}, record {start + at}")
-            if self._video == "pixels":
-                yield {feature.key: pixels}
-            else:
-                yield {feature.key: _objects([encode_jpeg(each) for each in pixels])}
+                    check_image(each, feature.shape, text)
+                else:
+                    decode_image(each, pixels[at], text)
+            return _objects(encoded) if self._video == "lazy" else pixels
+
+        # A thread decodes while images are encoded and written.
+        for _, loaded in loaded_ahead(load, range(0, len(times), step)):
+            images = loaded.result()
+            if self._video == "jpeg":
+                images = _objects([encode_jpeg(each) for each in images])
+            yield {feature.key: images}
 
     # -- statistics -------------------------------------------------------------------------------
 
