@@ -38,7 +38,7 @@ from replaykit.episodes import (
     EpisodeIndex,
     Head,
 )
-from replaykit.errors import BufferFull, NotEnoughData, SchemaError
+from replaykit.errors import BufferFull, SchemaError
 from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -348,66 +348,6 @@ def contents(rb: ReplayBuffer, key: str = "t") -> dict[int, list[int]]:
     for env, value in zip(rows["env"].tolist(), rows[key].tolist(), strict=True):
         found.setdefault(env, []).append(value)
     return found
-
-
-@pytest.mark.acceptance("S1")
-@pytest.mark.acceptance("F14")
-def test_lanes_with_different_amounts_of_rows() -> None:
-    storage = LazyTensorStorage(8 * 4, lane_key="env")
-    strict = SliceSampler(slice_len=2, measure="lane", strict_lanes=True, flat=False)
-    rb = ReplayBuffer(storage=storage, writer=LaneWriter(4), sampler=strict)
-    t = dict.fromkeys(range(8), 0)
-
-    def write(*lanes: int) -> None:
-        rb.extend(steps(list(lanes), [t[lane] for lane in lanes], every=1000))
-        for lane in lanes:
-            t[lane] += 1
-
-    def bounds() -> dict[int, tuple[int, int]]:
-        index = storage.episodes
-        lo, hi = index.bounds(np.arange(index.lanes))
-        lanes = rb["env"][torch.from_numpy(index.element(lo, np.arange(index.lanes)))]
-        return dict(
-            zip(lanes.tolist(), zip((hi - lo).tolist(), hi.tolist(), strict=True), strict=True)
-        )
-
-    write(0, 4, 7)
-    assert bounds() == dict.fromkeys([0, 4, 7], (1, 1))
-    write(1, 2, 3, 5, 6)
-    assert bounds() == dict.fromkeys(range(8), (1, 1))
-    with pytest.raises(NotEnoughData):
-        rb.sample(16)
-    each = SliceSampler(slice_len=1, measure="lane", draw="stratified", strict_lanes=True)
-    rb.set_sampler(each)
-    assert rb.sample(13).batch_size == (13,)
-    assert rb.sample(8)["env"].tolist() == list(range(8))
-    for _ in range(9):
-        write(0, 4, 7)
-    assert bounds() == {lane: (4, 10) if lane in (0, 4, 7) else (1, 1) for lane in range(8)}
-    assert rb.episodes.lengths.tolist() == [4, 1, 1, 1, 4, 1, 1, 4]
-    assert contents(rb)[4] == [6, 7, 8, 9]
-    rb.set_sampler(strict)
-    with pytest.raises(NotEnoughData):
-        rb.sample(16)
-    write(1, 2, 3, 5, 6)
-    for count in (8, 128, 10, 4):
-        windows = rb.sample(2 * count)
-        assert windows.batch_size == (count, 2)
-        assert torch.equal(windows["t"][:, 1], windows["t"][:, 0] + 1)
-        assert torch.equal(windows["env"][:, 1], windows["env"][:, 0])
-    for _ in range(2):
-        write(1, 2, 3, 5, 6)
-    assert contents(rb) == {
-        lane: [6, 7, 8, 9] if lane in (0, 4, 7) else [0, 1, 2, 3] for lane in range(8)
-    }
-    rb.empty()
-    assert len(rb) == 0
-    assert bounds() == {}
-    with pytest.raises(RuntimeError):
-        rb.sample(16)
-    write(3)
-    assert rb.episodes.heads.tolist() == [Head.CUT]
-    assert rb.episodes.begins.tolist() == rb.episodes.position(torch.tensor([0])).tolist() == [50]
 
 
 def test_lanes_and_their_windows_are_drawn_equally_often() -> None:
