@@ -206,7 +206,7 @@ class Table {
     for (std::size_t f = 0; f < fields_.size(); ++f) {
       const Field& field = fields_[f];
       if (!field.bytes) continue;
-      // A store of bytes could change what a reference refers to, so the function has copies.
+      // A store of bytes could change the target of a reference, so the function has copies.
       const auto row = [base = field.base, stride = field.stride, index](std::int64_t i) {
         return base + index[i] * stride;
       };
