@@ -19,8 +19,6 @@ from replaykit import (
     LazyTensorStorage,
     PrioritizedSliceSampler,
     ReplayBuffer,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
     TensorStorage,
 )
 from replaykit.episodes import (
@@ -607,44 +605,6 @@ def test_index_handles_many_and_long_streams() -> None:
         check_consistent(buffer)
 
 
-@pytest.mark.parametrize("envs", [1, 5])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"measure": "lane"}, {"pad": "right"}, {"draw": "stratified"}, {"measure": "trajectory"}],
-    ids=str,
-)
-def test_slices_are_of_one_stream(envs: int, options: dict[str, Any]) -> None:
-    """Of rows that lie interleaved in any order, also once the ring has gone round."""
-    generator = torch.Generator().manual_seed(0)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(300, lane_key="env"),
-        sampler=SliceSampler(slice_len=6, **options),
-        batch_size=60,
-        generator=generator,
-    )
-    step = [0] * envs
-    for _ in range(20):
-        env = torch.randint(envs, (37,), generator=generator)
-        number = []
-        for one in env.tolist():
-            number.append(step[one])
-            step[one] += 1
-        steps = torch.tensor(number)
-        data = {"env": env, "step": steps, "next": {"done": steps % 11 == 10}}
-        buffer.extend(TensorDict(data, [37]))
-        if not buffer.can_sample(60):
-            continue
-        batch = buffer.sample()
-        rows = batch[batch["validity_mask"]] if "validity_mask" in batch else batch
-        if "pad" in options:
-            rows = batch[batch["collector", "mask"]]
-        for one in rows["sequence_id"].unique():
-            part = rows[rows["sequence_id"] == one]
-            assert (part["env"] == part["env"][0]).all()
-            assert (part["step"].diff() == 1).all()
-            assert not part["next", "done"][:-1].any()
-
-
 def test_prioritized_slices_fit_into_streams_that_come_and_go() -> None:
     generator = torch.Generator().manual_seed(0)
     sampler = PrioritizedSliceSampler(1000, alpha=1.0, beta=1.0, slice_len=4)
@@ -671,20 +631,6 @@ def test_prioritized_slices_fit_into_streams_that_come_and_go() -> None:
             batch = buffer.sample().view(100, 4)
             assert (batch["env"] == batch["env"][:, :1]).all()
             assert (batch["step"].diff(dim=1) == 1).all()
-
-
-def test_every_window_of_all_streams_is_drawn_once_in_a_pass() -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(40, lane_key="env"),
-        sampler=SliceSamplerWithoutReplacement(slice_len=3),
-        batch_size=3,
-    )
-    buffer.extend(stream([0, 1, 1, 0, 2] * 8))
-    with buffer.storage.lock:
-        total = int(buffer.storage.episodes.totals(CountLaw.strict(1), WINDOWS).sum())
-    assert total == 40
-    starts = [batch["x"][0].item() for batch in buffer]
-    assert len(starts) == len(set(starts))
 
 
 def test_interleaved_index_stays_within_memory_and_time_bounds() -> None:
