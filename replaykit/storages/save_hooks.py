@@ -7,12 +7,12 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replaykit._compat import LazyStackedTensorDict, arange
-from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
+from replaykit.checkpoint import Base, Checkpoint, Snapshot
 from replaykit.interrupts import deferred
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.content import Content, Group
@@ -30,7 +30,7 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     The caller holds the lock. Without hooks the columns are views. A hook gets a copy of
     ``storage[:]`` and, if it accepts ``path=``, the folder of the files. If the hook has the
     attributes ``shift`` and ``is_full``, they are set before the call. See
-    ``SavedRows.register_save_hook``.
+    ``Storage.register_save_hook``.
     """
     content = storage.content()
     if not storage.save_hooks or not content.rows:
@@ -109,85 +109,27 @@ def _content_of(data: Any, storage: Storage) -> Content:
 Hook = Callable[..., Any]
 
 
-class SavedRows:
-    """The part of every storage that saves and loads rows in a separate directory.
+def rows_snapshot(storage: Storage, path: str | os.PathLike[str], base: Base) -> Snapshot:
+    """Return the snapshot of a storage's rows, slots and episodes."""
+    with storage.lock:
+        parts = {
+            "storage": content_to_save(storage, path).to_state(tracked=True),
+            "ledger": storage.ledger.state(),
+            "episodes": storage.episode_state(),
+        }
+        document = {"storage": type(storage).__name__, "len": len(storage)}
+        return Snapshot(parts, document, storage.lock, base)
 
-    Attributes:
-        save_hooks, load_hooks: the hooks, in the order of registration.
-    """
 
-    def __init__(self) -> None:
-        self.save_hooks: list[Hook] = []
-        self.load_hooks: list[Hook] = []
-
-    @property
-    def checkpointer(self) -> None:
-        """Always None, because storages do not use checkpointers.
-
-        To set another value raises TypeError.
-        """
-        return None
-
-    @checkpointer.setter
-    def checkpointer(self, value: object) -> None:
-        check_no_checkpointer(value)
-
-    def register_save_hook(self, hook: Hook) -> None:
-        """Add a function that changes the rows before ``dumps`` writes them.
-
-        If the hook has the attributes ``shift`` and ``is_full``, they are set before each call.
-        ``shift`` is the slot after the newest row, and ``is_full`` is True if every slot holds a
-        row.
-        """
-        self.save_hooks.append(_checked_hook(hook))
-
-    def register_load_hook(self, hook: Hook) -> None:
-        """Add a function that changes the rows after ``loads`` has read them."""
-        self.load_hooks.append(_checked_hook(hook))
-
-    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
-        """Save the rows with their slots into a directory; an error leaves it unchanged.
-
-        ``keep`` and the cost are as for ``ReplayBuffer.dumps``.
-
-        Raises:
-            TypeError: a row cannot be saved without pickle. Nothing was written then.
-        """
-        save_snapshot(path, lambda base: self._snapshot(path, base), keep=keep)
-
-    def _snapshot(self, path: str | os.PathLike[str], base: Base) -> Snapshot:
-        storage = cast("Storage", self)
-        with storage.lock:
-            parts = {
-                "storage": content_to_save(storage, path).to_state(tracked=True),
-                "ledger": storage.ledger.state(),
-                "episodes": storage.episode_state(),
-            }
-            document = {"storage": type(storage).__name__, "len": len(storage)}
-            return Snapshot(parts, document, storage.lock, base)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Load rows that ``dumps`` of this or another kind of storage has saved.
-
-        If the capacity differs, the rows are stored in write order from slot 0. A smaller storage
-        keeps the newest rows. A UserWarning then gives the number of rows that were left out.
-
-        Raises:
-            FileNotFoundError: the directory has no checkpoint.
-            CheckpointError: the checkpoint is damaged.
-            SchemaError: the rows do not fit. The storage has not changed then.
-        """
-        storage = cast("Storage", self)
-        with deferred, Checkpoint(path) as saved, storage.lock:
-            saved.verify()
-            content = Content.from_state(saved.part("storage", mapped=["groups"]))
-            content = content_after_load(storage, content)
-            ledger = Ledger.check(saved.part("ledger"))
-            episodes = EpisodeIndexes.check(saved.part("episodes") if "episodes" in saved else None)
-            _restore(storage, content, ledger, episodes)
-
-    dump = save = dumps
-    load = loads
+def load_rows(storage: Storage, path: str | os.PathLike[str]) -> None:
+    """Load the rows of a directory; see ``Storage.loads``."""
+    with deferred, Checkpoint(path) as saved, storage.lock:
+        saved.verify()
+        content = Content.from_state(saved.part("storage", mapped=["groups"]))
+        content = content_after_load(storage, content)
+        ledger = Ledger.check(saved.part("ledger"))
+        episodes = EpisodeIndexes.check(saved.part("episodes") if "episodes" in saved else None)
+        _restore(storage, content, ledger, episodes)
 
 
 def _restore(
@@ -205,14 +147,14 @@ def _restore(
     saved = Ledger.saved(state)
     if not saved.keeps_slots(slots):
         rows = saved.write_order()[-slots:]
-        warn_left_out(content.rows - len(rows))
+        warn_left_out(content.rows - len(rows), stacklevel=5)
     episodes = storage.episodes_of_subset(content, episodes, saved, rows)
     storage.load_content(replace(content, ledger=saved), target, rows)
     storage.ledger.restore(state, rows)
     storage.restore_episodes(episodes, saved, rows)
 
 
-def warn_left_out(count: int, stacklevel: int = 4) -> None:
+def warn_left_out(count: int, stacklevel: int) -> None:
     """Warn of the number of rows that did not fit into a smaller capacity."""
     if count:
         warnings.warn(
@@ -222,7 +164,8 @@ def warn_left_out(count: int, stacklevel: int = 4) -> None:
         )
 
 
-def _checked_hook(hook: Hook) -> Hook:
+def checked_hook(hook: Hook) -> Hook:
+    """Return a hook; TypeError if it is not callable."""
     if not callable(hook):
         raise TypeError(f"expected a callable hook, got {type(hook).__name__}")
     return hook

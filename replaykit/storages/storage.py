@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
@@ -13,6 +14,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import Uncompiled, arange, is_tensordict
+from replaykit.checkpoint import save_snapshot
 from replaykit.declared import Positive, read_value
 from replaykit.interrupts import Lock, ProcessLock
 from replaykit.keywords import named_after, old_name
@@ -20,7 +22,13 @@ from replaykit.schema import Schema
 from replaykit.storages.content import Content
 from replaykit.storages.indexing import last_occurrences
 from replaykit.storages.ledger import Ledger
-from replaykit.storages.save_hooks import SavedRows
+from replaykit.storages.save_hooks import (
+    Hook,
+    check_no_checkpointer,
+    checked_hook,
+    load_rows,
+    rows_snapshot,
+)
 from replaykit.structure import Path, map_leaves
 
 
@@ -32,7 +40,7 @@ class Listener(Protocol):
 
 
 @named_after
-class Storage(SavedRows, Uncompiled, ABC):
+class Storage(Uncompiled, ABC):
     """Base class of storages, which hold the rows of a buffer.
 
     A custom storage defines ``set``, ``get``, ``__len__``, ``contains``, ``state_dict`` and
@@ -45,6 +53,7 @@ class Storage(SavedRows, Uncompiled, ABC):
             are lanes.
         ledger: the counts, row ids and generations of the rows. All buffers over this storage share
             it.
+        save_hooks, load_hooks: the hooks, in the order of registration.
 
     Example:
         >>> import torch
@@ -62,7 +71,8 @@ class Storage(SavedRows, Uncompiled, ABC):
         if type(max_size) is not int or max_size < 1:
             raise ValueError(f"expected max_size as an int of at least 1, got {max_size!r}")
         read_value(Positive, ndim, "ndim")
-        super().__init__()
+        self.save_hooks: list[Hook] = []
+        self.load_hooks: list[Hook] = []
         self.max_size = max_size
         self.ndim = ndim
         self.ledger = Ledger(max_size)
@@ -344,6 +354,59 @@ class Storage(SavedRows, Uncompiled, ABC):
         content = self.content()
         target = self.check_content(content)
         return lambda: self.load_content(content, target, None)
+
+    # -- rows in a directory ------------------------------------------------------------------
+
+    @property
+    def checkpointer(self) -> None:
+        """Always None, because storages do not use checkpointers.
+
+        To set another value raises TypeError.
+        """
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Add a function that changes the rows before ``dumps`` writes them.
+
+        If the hook has the attributes ``shift`` and ``is_full``, they are set before each call.
+        ``shift`` is the slot after the newest row, and ``is_full`` is True if every slot holds a
+        row.
+        """
+        self.save_hooks.append(checked_hook(hook))
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Add a function that changes the rows after ``loads`` has read them."""
+        self.load_hooks.append(checked_hook(hook))
+
+    def dumps(self, path: str | os.PathLike[str], *, keep: int = 1) -> None:
+        """Save the rows with their slots into a directory; an error leaves it unchanged.
+
+        ``keep`` and the cost are as for ``ReplayBuffer.dumps``.
+
+        Raises:
+            TypeError: a row cannot be saved without pickle. Nothing was written then.
+        """
+        save_snapshot(path, lambda base: rows_snapshot(self, path, base), keep=keep)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Load rows that ``dumps`` of this or another kind of storage has saved.
+
+        If the capacity differs, the rows are stored in write order from slot 0. A smaller storage
+        keeps the newest rows. A UserWarning then gives the number of rows that were left out.
+
+        Raises:
+            FileNotFoundError: the directory has no checkpoint.
+            CheckpointError: the checkpoint is damaged.
+            SchemaError: the rows do not fit. The storage has not changed then.
+        """
+        load_rows(self, path)
+
+    dump = save = dumps
+    load = loads
 
     # -- episodes -----------------------------------------------------------------------------
 
