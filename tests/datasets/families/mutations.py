@@ -14,7 +14,9 @@ import pytest
 from replaykit.datasets import convert
 from replaykit.errors import CorpusError
 
-COUNTS = pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.long)])
+_LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
+SEEDS = pytest.mark.parametrize("seed", [0, *_LONG])
+"""Parametrizes tests of `refusals`: 540 copies, 60 of them in short runs."""
 
 
 def refusals(
@@ -24,17 +26,17 @@ def refusals(
     check: Callable[[Any, str], None],
     *,
     names: Sequence[str] = ("*",),
-    count: int = 60,
+    seed: int,
 ) -> int:
-    """Convert damaged copies of a source, and return how many were refused.
+    """Convert 60 damaged copies of a source, and return how many were refused.
 
     One file that matches a name is damaged: a flipped bit, bytes that are removed, repeated, zeros
     or missing at the end, and in folders also a missing file, or one with another's content. An
     error must name the copy and a rule. Otherwise ``check`` gets the data set and the name of the
     file.
     """
-    random, errors = np.random.default_rng(7), 0
-    for number in range(count):
+    random, errors = np.random.default_rng(seed), 0
+    for number in range(60):
         copy = folder / f"{number}{source.suffix}"
         if source.is_file():
             shutil.copyfile(source, copy)

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from replaykit.datasets import MinariArrowExperienceReplay, Policies, convert, load_dataset
 from replaykit.datasets.families import MINARI, MINARI_ARROW
 from replaykit.errors import CorpusError
-from tests.datasets.families.mutations import COUNTS, refusals
+from tests.datasets.families.mutations import SEEDS, refusals
 
 LENGTHS = (5, 1, 8)
 OBSERVATIONS = spaces.Dict(
@@ -239,9 +239,9 @@ def test_bad_episodes_can_be_left_out(bad, tmp_path):
     assert data.episode_table["episode"].tolist() == [1 - bad, 2]
 
 
-@COUNTS
+@SEEDS
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_damaged_bytes_give_an_error_or_the_right_values(form, count, tmp_path):
+def test_damaged_bytes_give_an_error_or_the_right_values(form, seed, tmp_path):
     """Arrow files have no checksums, so other values in them are those of the file."""
     folder = write(tmp_path / "set", form)
     wanted = convert(folder, MINARI_ARROW, tmp_path / "a")[:]
@@ -250,4 +250,4 @@ def test_damaged_bytes_give_an_error_or_the_right_values(form, count, tmp_path):
         assert len(data) == len(wanted)
         assert name.endswith(f".{form}") or (data[:] == wanted).all()
 
-    assert refusals(folder, MINARI_ARROW, tmp_path, right, count=count) > count // 3
+    assert refusals(folder, MINARI_ARROW, tmp_path, right, seed=seed) > 20
