@@ -58,7 +58,8 @@ def refusals(
             content[at : at + size] = bytes(len(content[at : at + size]))
         elif kind == 4:
             del content[at:]
-        elif kind == 5:
+        elif kind == 5 and not (file.name.isdecimal() and other.name.isdecimal()):
+            # Chunks of Zarr do not say to which rows they belong.
             content = bytearray(other.read_bytes())
         file.write_bytes(content)
         if kind == 6:

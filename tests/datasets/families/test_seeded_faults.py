@@ -197,7 +197,7 @@ KINDS: dict[str, tuple[str, Change]] = {
     "timestamp": ("V72", of_value("timestamp", shift)),
     "unknown task": ("V75", of_value("task_index", lambda rng, old: 7 + rng.randrange(9))),
     "episode_index": ("V70 V71", of_value("episode_index", offset)),
-    "frame twice": ("V70", of_rows(lambda rng, rows: rows.append(rng.choice(rows)))),
+    "frame twice": ("V70 V71", of_rows(lambda rng, rows: rows.append(rng.choice(rows)))),
     "lost frame": ("V70", of_rows(lambda rng, rows: rows.pop(rng.randrange(len(rows))))),
     "swapped frames": ("V71", of_rows(swap_rows)),
     "NaN action": ("V20", of_value("action", lambda rng, old: float("nan"))),
