@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from replaykit.adapters.exported_episodes import Array
+from replaykit.adapters.exported_episodes import Array, ExportSource
 from replaykit.datasets.publishing import replace_path, restore
-from replaykit.filesystem import make_directory, private_path, remove_tree, siblings, sync_tree
+from replaykit.filesystem import (
+    disk_errors,
+    make_directory,
+    private_path,
+    remove_tree,
+    siblings,
+    sync_tree,
+)
+from replaykit.interrupts import check, deferred
 from replaykit.recovery.locks import Exclusive, is_held
 
 _EXPORT: Final = "export"
@@ -62,51 +71,138 @@ def _digest(values: Array) -> object:
 
 
 @contextmanager
-def export_to(target: Path, *, overwrite: bool, is_export: Callable[[], bool]) -> Iterator[Draft]:
+def export_to(
+    source: ExportSource, path: str | os.PathLike[str], marker: str, *, overwrite: bool
+) -> Iterator[Draft]:
     """Yield a draft on the target's file system; publish it in one step, durably, at the end.
 
     The folder of the draft has a lock. So a later export can remove the drafts of exports that were
-    killed, and leaves those of other running exports.
+    killed, and leaves those of other running exports. If the path is a link, the file or folder
+    that it points to is replaced.
 
     Args:
-        target: the file or folder.
+        source: the exported data.
+        path: the target, a file or folder.
+        marker: a file in the target that shows a former export; empty if the target is a file.
         overwrite: whether to replace a former export.
-        is_export: returns whether the existing target is a former export.
 
     Raises:
         FileExistsError: the target exists, and ``overwrite`` is False or it is no export.
+        ValueError: the target is a folder of the data, in it, or around it.
+        OSError: a file cannot be written. The message names it, or the target.
     """
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    for each in source.folders:
+        check_apart(target, each)
+    try:
+        with disk_errors(target, source.nbytes):
+            _prepare(target)
+            _check_target(target, marker, overwrite)
+            with _locked_folder(target) as folder:
+                draft = Draft(folder / target.name)
+                yield draft
+                sync_tree(folder)
+                _check_target(target, marker, overwrite)  # another process may have made it
+                replace_path(draft.path, target)
+    except OSError as error:
+        name = error.filename
+        if error.errno is not None and (name is None or f".{_EXPORT}-" in os.fsdecode(name)):
+            error.filename = str(target)  # not the name of a hidden file
+        raise
+
+
+def _prepare(target: Path) -> None:
+    """Make the parent folder, and remove the drafts of killed exports there."""
     make_directory(target.parent)
     running = False
     for other in siblings(target, _EXPORT):
-        with suppress(OSError):  # that export has just begun or ended
-            if is_held(other / "lock"):
+        with suppress(OSError):  # an export that was killed before it had its lock
+            other.rmdir()
+        with suppress(OSError):  # that export has just ended
+            if (other / "lock").exists() and is_held(other / "lock"):
                 running = True
             else:
                 remove_tree(other)
     if not running:
         restore(target)
-    _check_target(target, overwrite, is_export)
+
+
+@contextmanager
+def _locked_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder with a locked file, which is removed at the end."""
     folder = private_path(target, _EXPORT)
-    folder.mkdir()
     lock = None
     try:
-        lock = Exclusive(folder / "lock")
-        draft = Draft(folder / target.name)
-        yield draft
-        sync_tree(folder)
-        _check_target(target, overwrite, is_export)  # another process may have made it
-        replace_path(draft.path, target)
+        while lock is None:
+            folder.mkdir()
+            with suppress(FileNotFoundError):  # another export has removed the empty folder
+                lock = Exclusive(folder / "lock")
+        yield folder
     finally:
         if lock is not None:
             lock.drop()
         remove_tree(folder)
 
 
-def _check_target(target: Path, overwrite: bool, is_export: Callable[[], bool]) -> None:
+def check_apart(target: Path, folder: Path) -> None:
+    """Raise ValueError if a target is a folder of the data, in it, or around it."""
+    target, folder = (Path(os.path.realpath(each)) for each in (target, folder))
+    if target.is_relative_to(folder) or folder.is_relative_to(target):
+        raise ValueError(
+            f"expected a target outside of the folder {folder} of the data, and not around it, "
+            f"got {target}; choose another path"
+        )
+
+
+def _check_target(target: Path, marker: str, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
         raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
-    if not is_export():
+    if not (target / marker).is_file():
         raise FileExistsError(f"{target} exists and is not a former export; remove it first")
+
+
+class _UnfailingFile(io.FileIO):
+    """A file that keeps the error of the first failed write, and ignores later writes."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        try:
+            while self.error is None and len(rest):
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            if self.error is None:
+                super().truncate(size)
+        except OSError as error:
+            self.error = error
+        return size or 0
+
+
+@contextmanager
+def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Yield a new HDF5 file, and a function that raises errors of its writes, or after Ctrl-C.
+
+    If a write fails, as on a full disk, HDF5 later ends the process with a segmentation fault. So
+    it gets a file whose writes never fail. Signals wait for the function, because a handler that
+    raises during a write makes it fail, too.
+    """
+    import h5py
+
+    with deferred, _UnfailingFile(path, "w+") as output:
+
+        def check_writes() -> None:
+            check()
+            if output.error is not None:
+                raise output.error
+
+        with h5py.File(output, "w", track_order=True) as file:
+            yield file, check_writes
+        check_writes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -110,22 +110,6 @@ def in_order_of_keys(values: Values) -> Any:
     return tuple(found)
 
 
-def check_follows(rows: ExportedRows, number: int) -> None:
-    """Raise ValueError unless each next observation is the observation of the following row."""
-    for key, values in rows.arrays.items():
-        if key[:1] != OBSERVATION or next_key(key) not in rows.arrays:
-            continue
-        before, after = values[1:], rows.arrays[next_key(key)][:-1]
-        wrong = differing(torch.from_numpy(before), torch.from_numpy(after))
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"key {format_key(('next', *key))}: in episode {number}, the next observation of "
-                f"row {row} is not the observation of row {row + 1}; the target stores each "
-                "observation once and cannot keep both"
-            )
-
-
 class ExportSource:
     """The episodes of a buffer, checked for the keys that an export needs.
 
@@ -133,6 +117,12 @@ class ExportSource:
         data: the buffer.
         target: the name of the target, for messages.
         whole: False if rows need neither next observations nor actions and rewards.
+        joined: True if the target stores an observation, which is also the next observation of the
+            row before, once.
+
+    Attributes:
+        leaves: the layout of each column.
+        folders: the folders of the data.
 
     Raises:
         TypeError: ``data`` is not a buffer with episodes.
@@ -141,8 +131,8 @@ class ExportSource:
         SchemaError: a column has a shape that no target can store.
     """
 
-    def __init__(self, data: Any, target: str, *, whole: bool = True) -> None:
-        self._target, self._whole = target, whole
+    def __init__(self, data: Any, target: str, *, whole: bool = True, joined: bool = True) -> None:
+        self._target, self._whole, self._joined = target, whole, joined
         if not isinstance(data, ReplayBuffer):
             raise TypeError(
                 f"expected data as a ReplayBuffer or a data set, got {type(data).__name__}"
@@ -164,6 +154,9 @@ class ExportSource:
         self._seeds = None if table is None else table.get("source_seed", None)
         self._flags = self._found_flags()
         self._keys = self._wanted()
+        published = getattr(data.storage, "published", None)
+        folders = (getattr(published, "path", None), getattr(data.storage, "scratch_dir", None))
+        self.folders = [each for each in folders if each is not None]
 
     def _found_flags(self) -> tuple[Key | None, Key | None]:
         """Return the keys of terminations and truncations; `done` alone means terminations."""
@@ -228,6 +221,13 @@ class ExportSource:
 
     def __len__(self) -> int:
         return len(self._episodes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all rows, before any compression."""
+        leaves = [self.leaves[key] for key in self._keys]
+        each = sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in leaves)
+        return each * int(self._episodes.lengths.sum())
 
     def below(self, root: Key) -> list[Key]:
         """Return the keys of the leaves at or below a key."""
@@ -338,15 +338,36 @@ class ExportSource:
             found.append((str(name), part, below))
         return found
 
-    def episodes(self) -> Iterable[tuple[int, ExportedRows]]:
-        """Yield position and rows of each episode; one episode is in memory at a time."""
+    def episodes(self) -> Iterator[tuple[int, ExportedRows]]:
+        """Yield position and rows of each episode; one episode is in memory at a time.
+
+        Raises:
+            ValueError: the target stores each observation once, and a next observation is not the
+                observation of the following row. The message names key and episode.
+        """
         for number, episode in enumerate(self._episodes):
-            rows = episode.rows()
+            data = episode.rows()
             if self._frames is not None:
-                rows = self._frames(rows)
-            yield (
-                number,
-                ExportedRows({key: as_array(rows.get(key)) for key in self._keys}, self._flags),
+                data = self._frames(data)
+            rows = ExportedRows({key: as_array(data.get(key)) for key in self._keys}, self._flags)
+            if self._joined:
+                _check_follows(rows, number)
+            yield number, rows
+
+
+def _check_follows(rows: ExportedRows, number: int) -> None:
+    """Raise ValueError unless each next observation is the observation of the following row."""
+    for key, values in rows.arrays.items():
+        if key[:1] != OBSERVATION or next_key(key) not in rows.arrays:
+            continue
+        before, after = values[1:], rows.arrays[next_key(key)][:-1]
+        wrong = differing(torch.from_numpy(before), torch.from_numpy(after))
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"key {format_key(('next', *key))}: in episode {number}, the next observation of "
+                f"row {row} is not the observation of row {row + 1}; the target stores each "
+                "observation once and cannot keep both"
             )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from replaykit.adapters.export_files import Draft, export_to
+from replaykit.adapters.export_files import Draft, export_to, new_h5_file
 from replaykit.adapters.exported_episodes import (
     ACTION,
     INFO,
@@ -21,7 +21,6 @@ from replaykit.adapters.exported_episodes import (
     ExportedRows,
     ExportSource,
     as_array,
-    check_follows,
     in_order_of_keys,
     nested_values,
 )
@@ -110,10 +109,7 @@ def to_minari(
         source.check_space(root, space)
     target = get_dataset_path(dataset_id)
 
-    def is_export() -> bool:
-        return (target / "data" / "metadata.json").is_file()
-
-    with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
+    with export_to(source, target, "data/metadata.json", overwrite=overwrite) as draft:
         draft.path.mkdir()
         storage = MinariStorage.new(
             draft.path / "data",
@@ -126,7 +122,14 @@ def to_minari(
         storage.update_metadata(
             {**named, "dataset_id": dataset_id, "minari_version": minari.__version__}
         )
-        storage.update_episodes(_minari_episodes(source, spaces, draft))
+        steps = _write_minari(source, spaces, draft)
+        storage.update_metadata(
+            {
+                "total_episodes": len(source),
+                "total_steps": steps,
+                "dataset_size": storage.get_size(),
+            }
+        )
         draft.check(lambda number: _parts_of(next(iter(storage.get_episodes([number])))))
         _add_namespaces(target.parent, match["namespace"])
     return minari.load_dataset(dataset_id)
@@ -201,8 +204,7 @@ def to_d3rlpy(
         discrete = not (action.dtype.is_floating_point or action.dtype.is_complex)
     episodes = []
     largest = 0
-    for number, rows in source.episodes():
-        check_follows(rows, number)
+    for _, rows in source.episodes():
         actions = rows.arrays[ACTION].reshape(rows.count, -1)
         largest = max(largest, int(actions.max())) if discrete else 0
         episodes.append(
@@ -292,15 +294,15 @@ def to_robomimic(
     """
     import h5py
 
-    source = ExportSource(data, "robomimic")
+    source = ExportSource(data, "robomimic", joined=False)
     source.only_leaf(ACTION)
     names = source.names(source.below(OBSERVATION), lambda key: "_".join(key[1:]) or "flat")
     count = len(source)
     masks = _masks(filters or {}, count)
     described = None if env_args is None else json.dumps(dict(env_args), indent=4)
     target = Path(path).expanduser()
-    with export_to(target, overwrite=overwrite, is_export=target.is_file) as draft:
-        with h5py.File(draft.path, "w", track_order=True) as file:
+    with export_to(source, target, "", overwrite=overwrite) as draft:
+        with new_h5_file(draft.path) as (file, check_writes):
             group = file.create_group("data", track_order=True)
             total = 0
             for number, rows in source.episodes():
@@ -310,6 +312,7 @@ def to_robomimic(
                 draft.wrote(values)
                 for name, value in values.items():
                     demo[name] = value
+                check_writes()
                 total += rows.count
             group.attrs["total"] = total
             if described is not None:
@@ -409,37 +412,49 @@ def unbounded_spaces(data: ReplayBuffer[Any, Any, Any, Any]) -> dict[str, Any]:
     return {"observation_space": space(OBSERVATION), "action_space": space(ACTION)}
 
 
-def _minari_episodes(source: ExportSource, spaces: tuple[Any, Any], draft: Draft) -> Iterator[Any]:
-    from minari.data_collector import EpisodeBuffer
-
+def _write_minari(source: ExportSource, spaces: tuple[Any, Any], draft: Draft) -> int:
+    """Write all episodes as Minari does; return the count of steps."""
     infos = source.below(("next", *INFO))
-    for number, rows in source.episodes():
-        check_follows(rows, number)
-        truncated = rows.truncated
-        if not (truncated[-1] or rows.terminated[-1]):
-            truncated = truncated.copy()
-            truncated[-1] = True
-        values = {
-            "observations": _of_space(source, rows.with_last, spaces[0], OBSERVATION),
-            "actions": _of_space(source, rows.shaped, spaces[1], ACTION),
-            "rewards": rows.rewards,
-            "terminations": rows.terminated,
-            "truncations": truncated,
-        }
-        given = nested_values({key[2:]: rows.info(key) for key in infos}) if infos else None
-        draft.wrote(_parts_of(values if given is None else {**values, "infos": given}))
-        yield EpisodeBuffer(id=None, seed=source.seed_of(number, rows), infos=given, **values)
+    total = 0
+    with new_h5_file(draft.path / "data" / "main_data.hdf5") as (file, check_writes):
+        for number, rows in source.episodes():
+            truncated = rows.truncated
+            if not (truncated[-1] or rows.terminated[-1]):
+                truncated = truncated.copy()
+                truncated[-1] = True
+            values = {
+                "observations": _of_space(source, rows.with_last, spaces[0], OBSERVATION),
+                "actions": _of_space(source, rows.shaped, spaces[1], ACTION),
+                "rewards": rows.rewards,
+                "terminations": rows.terminated,
+                "truncations": truncated,
+            }
+            if infos:
+                values["infos"] = nested_values({key[2:]: rows.info(key) for key in infos})
+            parts = _parts_of(values)
+            draft.wrote(parts)
+            episode = file.create_group(f"episode_{number}")
+            episode.attrs.update({"id": number, "total_steps": rows.count})
+            seed = source.seed_of(number, rows)
+            if seed is not None:
+                episode.attrs["seed"] = seed
+            for name, value in parts.items():
+                shape = (None, *value.shape[1:])
+                episode.create_dataset(name, data=value, chunks=True, maxshape=shape)
+            check_writes()
+            total += rows.count
+    return total
 
 
 def _parts_of(values: Any, name: str = "") -> dict[str, Array]:
     """Return the arrays in nested dicts and tuples, by joined names."""
     if isinstance(values, tuple):
-        values = dict(enumerate(values))
+        values = {f"_index_{at}": value for at, value in enumerate(values)}
     if not isinstance(values, dict):
         return {name: values}
     found: dict[str, Array] = {}
     for part, value in values.items():
-        found |= _parts_of(value, f"{name}/{part}")
+        found |= _parts_of(value, f"{name}/{part}" if name else part)
     return found
 
 

@@ -18,10 +18,9 @@ from replaykit.adapters.exported_episodes import (
     Array,
     ExportedRows,
     ExportSource,
-    check_follows,
 )
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.families.lerobot_files import Feature, arrow, values_of
+from replaykit.datasets.families.lerobot_files import INFO, Feature, arrow, values_of
 from replaykit.errors import SchemaError
 from replaykit.ted import Key, format_key
 
@@ -114,8 +113,7 @@ def to_lerobot(
             f"got {task!r:.80}"
         )
     target = Path(path).expanduser()
-    is_export = (target / "meta" / "info.json").is_file
-    with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
+    with export_to(source, target, INFO, overwrite=overwrite) as draft:
         _Writer(draft, source, fps, tasks, video).write(robot_type)
     return target
 
@@ -190,7 +188,6 @@ class _Writer:
         file, group, writer, path = 0, 0, None, self._folder
         try:
             for number, rows in self._source.episodes():
-                check_follows(rows, number)
                 values = self._values(number, rows)
                 self._describe(values)
                 columns = {

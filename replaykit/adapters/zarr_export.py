@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +16,9 @@ from replaykit.adapters.exported_episodes import (
     OBSERVATION,
     Array,
     ExportSource,
-    check_follows,
 )
 from replaykit.buffer import ReplayBuffer
+from replaykit.interrupts import check, deferred
 from replaykit.ted import Key
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -78,7 +79,6 @@ def to_zarr(
     try:
         import zarr
         from numcodecs import Blosc
-        from zarr.storage import LocalStore, ZipStore
     except ImportError as error:
         raise ImportError(
             "to_zarr needs zarr, which is not installed; run pip install 'replaykit[zarr]'"
@@ -87,19 +87,13 @@ def to_zarr(
     names, images = source.table_names(_name)
     target = Path(path).expanduser()
     is_zip = target.suffix == ".zip"
-
-    def is_export() -> bool:
-        return target.is_file() if is_zip else (target / "meta" / "episode_ends").is_dir()
-
-    with export_to(target, overwrite=overwrite, is_export=is_export) as draft:
+    marker = "" if is_zip else "meta/episode_ends/.zarray"
+    with export_to(source, target, marker, overwrite=overwrite) as draft:
         ends: list[int] = []
         lengths = data.episodes.lengths
         total = int(lengths.sum())
 
-        def opened(mode: str) -> Any:
-            return ZipStore(draft.path, mode=mode) if is_zip else LocalStore(draft.path)
-
-        with closing(opened("w")) as store:
+        with deferred, _opened(draft.path, "w", is_zip) as store:
             group = zarr.create_group(store, zarr_format=2)
 
             def create(name: str, like: Array, rows: int, chunk: int) -> Any:
@@ -113,8 +107,7 @@ def to_zarr(
                 )
 
             pending: dict[str, _Column] = {}
-            for number, rows in source.episodes():
-                check_follows(rows, number)
+            for _, rows in source.episodes():
                 values = rows.table(names, images)
                 draft.wrote(values)
                 for name, value in values.items():
@@ -124,6 +117,7 @@ def to_zarr(
                         made = create(f"data/{name}", value, total, chunk)
                         pending[name] = _Column(made, chunk)
                     pending[name].write(value)
+                store.check_writes()
                 ends.append(rows.count + (ends[-1] if ends else 0))
             if ends[-1] != total:
                 raise RuntimeError(
@@ -133,7 +127,8 @@ def to_zarr(
                 column.finish()
             bounds = np.array(ends, np.int64)
             create("meta/episode_ends", bounds, len(bounds), len(bounds))[:] = bounds
-        with closing(opened("r")) as store:
+            store.check_writes()
+        with _opened(draft.path, "r", is_zip) as store:
             group = zarr.open_group(store, mode="r", zarr_format=2)
             starts = [0, *ends]
 
@@ -143,6 +138,39 @@ def to_zarr(
 
             draft.check(read)
     return target
+
+
+@contextmanager
+def _opened(path: Path, mode: str, is_zip: bool) -> Iterator[Any]:
+    """Open a store whose writes never fail, but whose ``check_writes`` raises their first error.
+
+    zarr begins many writes at once. After an error or Ctrl-C, the others would go on while the
+    folder is removed, and make it again.
+    """
+    from zarr.storage import LocalStore, WrapperStore, ZipStore
+
+    class Store(WrapperStore):
+        error: OSError | None = None
+
+        async def set(self, key: str, value: Any) -> None:
+            try:
+                if self.error is None:
+                    await super().set(key, value)
+            except OSError as error:
+                self.error = error
+
+        def check_writes(self) -> None:
+            check()
+            if self.error is not None:
+                raise self.error
+
+    store = Store(ZipStore(path, mode=mode) if is_zip else LocalStore(path))
+    try:
+        yield store
+    finally:
+        # An error may come before the first use, which opens the file.
+        if store._is_open:
+            store.close()
 
 
 class _Column:

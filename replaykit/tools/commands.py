@@ -551,6 +551,7 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
       replaykit export data/pole cartpole/random-v0 --to minari --env CartPole-v1
     """
     from replaykit.adapters import to_lerobot, to_minari, to_robomimic, to_zarr
+    from replaykit.adapters.export_files import check_apart
     from replaykit.adapters.exporting import unbounded_spaces
     from replaykit.tools.stored_facts import opened_buffer
     from replaykit.tools.validation import kind_of
@@ -562,6 +563,8 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
         raise click.UsageError(f"--{name} is not an option of --to {form}")
     if form == "lerobot-v3" and "fps" not in options:
         raise click.UsageError("--to lerobot-v3 needs --fps")
+    if form != "minari":
+        check_apart(Path(target), source)
     output.when_interrupted = "nothing was exported, and an old target was not changed"
     with output.warnings(), output.progress("checking") as advance:
         kind = kind_of(source)

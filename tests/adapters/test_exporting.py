@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import hashlib
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +26,6 @@ from replaykit import (
     transition,
 )
 from replaykit.adapters import (
-    export_files,
-    exported_episodes,
     record,
     to_d3rlpy,
     to_minari,
@@ -40,7 +34,6 @@ from replaykit.adapters import (
 from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import MINARI, ROBOMIMIC
 from replaykit.errors import SchemaError
-from tests.prepared import python
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 SHA256 = {
@@ -204,17 +197,6 @@ def test_a_sample_of_minari_is_the_same_after_a_round_trip(datasets, tmp_path):
         assert count == 25
     again = convert(datasets / "cartpole/again-v0", MINARI, tmp_path / "again")
     same_rows(data[:], again[:])
-
-
-def test_infos_that_minari_reads_back_wrong_are_an_error(nested, monkeypatch):
-    wrote = export_files.Draft.wrote
-
-    def other(self: Any, values: Any) -> None:
-        wrote(self, {**values, "/infos/count": values["/infos/count"] + 1})
-
-    monkeypatch.setattr(export_files.Draft, "wrote", other)
-    with pytest.raises(RuntimeError, match="'/infos/count' of episode 0 differs"):
-        to_minari(nested, "arm/nested-v0", env=Nested())
 
 
 def test_minari_lists_the_data_set_in_its_namespace(cartpole, datasets):
@@ -423,20 +405,6 @@ def test_deeper_parts_get_joined_names_without_collisions(tmp_path):
     assert files_below(tmp_path) == ["a.hdf5"]
 
 
-def test_existing_files_are_kept_or_replaced_whole(cartpole, tmp_path):
-    path = tmp_path / "a.hdf5"
-    path.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"a\.hdf5 exists; pass overwrite=True"):
-        to_robomimic(cartpole, path)
-    assert path.read_text() == "mine"
-    to_robomimic(cartpole, path, overwrite=True)
-    with h5py.File(path) as file:
-        assert len(file["data"]) == 8
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(FileExistsError, match="not a former export"):
-        to_robomimic(cartpole, tmp_path / "folder", overwrite=True)
-
-
 # -- wrong data -----------------------------------------------------------------------------------
 
 
@@ -558,124 +526,3 @@ def test_missing_libraries_are_named(library, cartpole, monkeypatch, tmp_path):
     call = exports(tmp_path)[["minari", "d3rlpy"].index(library)]
     with pytest.raises(ImportError, match=rf"pip install 'replaykit\[{library}\]'"):
         call(cartpole)
-
-
-# -- failures and kills ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("which", [0, 2])
-def test_a_failed_export_leaves_nothing_and_keeps_the_old(
-    which, overwrite, tmp_path, datasets, monkeypatch
-):
-    rb = ReplayBuffer(storage=LazyTensorStorage(30))
-    rb.extend(torch.cat([good_rows()] * 3))
-    box = spaces.Box(-9, 9, (2,))
-
-    def call() -> None:
-        if which == 0:
-            to_minari(rb, "x/a-v0", observation_space=box, action_space=box, overwrite=overwrite)
-        else:
-            to_robomimic(rb, tmp_path / "a.hdf5", overwrite=overwrite)
-
-    if overwrite:
-        call()
-    before = {name: (tmp_path / name).read_bytes() for name in files_below(tmp_path)}
-    assert bool(before) == overwrite
-    inner, count = exported_episodes.ExportedRows, 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise OSError(28, "No space left on device")
-        return inner(*args)
-
-    monkeypatch.setattr(exported_episodes, "ExportedRows", failing)
-    with pytest.raises(OSError, match="No space"):
-        call()
-    assert {name: (tmp_path / name).read_bytes() for name in files_below(tmp_path)} == before
-    assert list(tmp_path.rglob(".*")) == []
-
-
-KILLED = """
-import os, signal, sys
-import torch
-from gymnasium import spaces
-from replaykit import LazyTensorStorage, ReplayBuffer, transition
-from replaykit.adapters import export_files, exported_episodes, to_minari, to_robomimic
-from replaykit.datasets import publishing
-which, when, path = sys.argv[1:]
-end = torch.tensor([False, False, True])
-x = torch.arange(8.0).view(4, 2)
-rb = ReplayBuffer(storage=LazyTensorStorage(100))
-for _ in range(5):
-    rb.extend(transition(x[:-1], x[:-1], torch.ones(3), x[1:], end, ~end & end, batch_size=3))
-count = 0
-def killing(name):
-    module = {"ExportedRows": exported_episodes, "sync_tree": export_files}.get(name, publishing)
-    inner = getattr(module, name)
-    def call(*arguments, **keywords):
-        global count
-        count += 1
-        if when.partition(":")[0] == name and count > int(when.partition(":")[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return inner(*arguments, **keywords)
-    setattr(module, name, call)
-killing(when.partition(":")[0])
-box = spaces.Box(-9, 9, (2,))
-if which == "minari":
-    to_minari(rb, "x/a-v0", observation_space=box, action_space=box)
-else:
-    to_robomimic(rb, path)
-"""
-
-
-@pytest.mark.parametrize(
-    ("which", "when"),
-    [
-        ("minari", "ExportedRows:3"),
-        ("minari", "sync_directory:0"),
-        ("robomimic", "ExportedRows:3"),
-        ("robomimic", "sync_tree:0"),
-    ],
-)
-def test_a_killed_export_shows_all_or_nothing_and_the_next_one_tidies_up(
-    which, when, tmp_path, datasets
-):
-    target = datasets / "x/a-v0" if which == "minari" else tmp_path / "a.hdf5"
-    command = [*python(), "-c", KILLED, which]
-    killed = subprocess.run([*command, when, str(target)], timeout=100)
-    assert killed.returncode == -signal.SIGKILL
-    assert target.exists() == when.startswith("sync_directory")
-    drafts = list(target.parent.glob(".*.export-*"))
-    assert len(drafts) == 1
-    if target.exists():
-        assert which == "robomimic" or minari.load_dataset("x/a-v0").total_episodes == 5
-    elif which == "minari":
-        with contextlib.suppress(FileNotFoundError):
-            assert dict(minari.list_local_datasets()) == {}
-    rb = ReplayBuffer(storage=LazyTensorStorage(30))
-    rb.extend(good_rows())
-    box = spaces.Box(-9, 9, (2,))
-    if which == "minari":
-        to_minari(rb, "x/a-v0", observation_space=box, action_space=box, overwrite=True)
-        assert minari.load_dataset("x/a-v0").total_episodes == 1
-    else:
-        to_robomimic(rb, target, overwrite=True)
-        with h5py.File(target) as file:
-            assert file["data"].attrs["total"] == 3
-    assert list(target.parent.glob(".*")) == []
-
-
-def test_drafts_of_running_exports_are_left_alone(tmp_path):
-    rb = ReplayBuffer(storage=LazyTensorStorage(30))
-    rb.extend(good_rows())
-    target = tmp_path / "a.hdf5"
-    running = export_files.export_to(target, overwrite=False, is_export=target.is_file)
-    draft = running.__enter__()
-    to_robomimic(rb, target)
-    assert draft.path.parent.is_dir()
-    with pytest.raises(FileExistsError):
-        running.__exit__(None, None, None)
-    assert os.listdir(tmp_path) == ["a.hdf5"]

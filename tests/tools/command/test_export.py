@@ -86,6 +86,8 @@ def test_the_text_says_what_was_read_back(command, tmp_path):
     done = command("export", tmp_path / "a", tmp_path / "b", "--to", "zarr")
     assert (done.code, "exists" in done.err) == (6, True)
     assert command("export", tmp_path / "a", tmp_path / "b", "--to", "zarr", "--force").code == 0
+    done = command("export", tmp_path / "a", tmp_path / "a/b", "--to", "zarr")
+    assert (done.code, "outside of the folder" in done.err) == (3, True)
 
 
 def test_data_with_an_error_is_not_exported(command, tmp_path):
