@@ -153,9 +153,14 @@ def _opened(path: Path, mode: str, is_zip: bool) -> Iterator[Any]:
         error: OSError | None = None
 
         async def set(self, key: str, value: Any) -> None:
+            await self._keep_error(super().set(key, value))
+
+        async def set_if_not_exists(self, key: str, value: Any) -> None:
+            await self._keep_error(super().set_if_not_exists(key, value))
+
+        async def _keep_error(self, write: Any) -> None:
             try:
-                if self.error is None:
-                    await super().set(key, value)
+                await write if self.error is None else write.close()
             except OSError as error:
                 self.error = error
 
