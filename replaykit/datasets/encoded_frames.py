@@ -350,11 +350,12 @@ class EncodedFrames(Transform):
         self._files = FrameFiles(paths)
 
     def forward(self, data: Any) -> Any:
-        """Replace the references of a batch by pixels."""
-        for key, facts in self.frames.items():
-            references = data.get(key, None)
-            if references is not None and references.dtype == torch.int64:
-                data.set(key, self.decode(references, facts, key))
+        """Replace the references of a batch by pixels, also those of `Shift` below ``next``."""
+        for stored, facts in self.frames.items():
+            for key in (stored, ("next", *stored)):
+                references = data.get(key, None)
+                if references is not None and references.dtype == torch.int64:
+                    data.set(key, self.decode(references, facts, key))
         return data
 
     def decode(self, references: torch.Tensor, facts: Mapping[str, Any], key: Key) -> torch.Tensor:
