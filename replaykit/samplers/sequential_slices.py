@@ -281,15 +281,21 @@ class _SequentialSlices(SliceSampler):
     def about_to_write(self) -> None:
         """Find the episode of a loaded cursor, whose row may be overwritten."""
         super().about_to_write()
-        cursor, storage = self._cursor, self._known_storage()
-        if cursor is None or cursor.mark >= 0 or storage is None:
-            return
+        storage = self._known_storage()
+        if self._cursor is not None and storage is not None:
+            self._cursor = self._located(self._cursor, storage)
+
+    def _located(self, cursor: _Cursor, storage: Storage) -> _Cursor:
+        """Return the cursor with its episode, which a cursor of a load does not know yet."""
+        mark = _mark(storage, cursor.element)
+        if cursor.mark >= 0 or mark < 0:
+            return cursor
         with contextlib.suppress(NoEpisodeColumns):
             index = self._slicing.boundaries.index(storage)
             time, lane = index.time_and_lane(np.array([cursor.element]))
             age = int(_ages(index, storage, time, lane)[0])
-            mark = _mark(storage, cursor.element)
-            self._cursor = cursor._replace(lane=int(lane[0]), mark=mark, age=age)
+            return cursor._replace(lane=int(lane[0]), mark=mark, age=age)
+        return cursor
 
     def empty(self) -> None:
         super().empty()
@@ -301,19 +307,14 @@ class _SequentialSlices(SliceSampler):
         self._resets += 1
 
     def mark(self, storage: Storage) -> tuple[_Cursor | None, int, int]:
-        cursor = self._cursor
-        if cursor is not None and cursor.mark < 0:
-            # Later writes do not reach the token, so it names the row.
-            cursor = cursor._replace(mark=_mark(storage, cursor.element))
+        # Later writes do not reach the token, so it names the episode.
+        cursor = None if self._cursor is None else self._located(self._cursor, storage)
         return cursor, self._passes, self._resets
 
     def rollback(self, token: tuple[_Cursor | None, int, int], storage: Storage) -> None:
         cursor, passes, resets = token
         if resets != self._resets:
             return
-        if cursor is not None and cursor.lane < 0:  # of a load, so its episode is not known
-            kept = _mark(storage, cursor.element) == cursor.mark
-            cursor = cursor if kept else None
         self._cursor, self._passes = cursor, passes
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:

@@ -85,8 +85,8 @@ def test_very_long_number_is_ordered_without_being_parsed():
 def test_episode_is_the_number_in_the_name_where_that_is_unambiguous(names, numbers, by_order):
     """N9: no name is parsed with a fixed cast; V33: numbers are unique in a file."""
     found = ROBOHIVE.episodes.select([group(name) for name in names], HERE, ROBOHIVE.name)
-    assert [episode.group for episode in found.episodes] == sorted(names, key=natural_key)
-    assert [episode.number for episode in found.episodes] == numbers
+    assert list(found.episodes.groups) == sorted(names, key=natural_key)
+    assert found.episodes.numbers.tolist() == numbers
     assert (found.numbering is not None) == by_order
     assert found.strangers == []
 
