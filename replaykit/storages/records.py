@@ -85,21 +85,19 @@ class RecordLayout:
         """Return the plan by which ``split`` makes the leaves of one dtype.
 
         Returns:
-            The dtype, the sizes of the parts of a row, and the slice of the parts that are leaves.
+            The dtype, the sizes of the leaves and of the rest of a row, and the number of leaves.
             Last come the places and shapes of leaves that are not vectors.
         """
         unit = dtype.itemsize
         sizes = [self.sizes[path] // unit for path in members]
-        before = self.offsets[members[0]] // unit
-        after = self.stride // unit - before - sum(sizes)
-        parts = [before] * bool(before) + sizes + [after] * bool(after)
+        rest = (self.stride - self.offsets[members[0]]) // unit - sum(sizes)
+        last = members[-1] == list(self.offsets)[-1]
         shaped = [
             (place, self._shapes[path])
             for place, path in enumerate(members)
             if len(self._shapes[path]) != 1
         ]
-        taken = slice(int(bool(before)), int(bool(before)) + len(members))
-        return dtype, parts, taken, shaped
+        return dtype, sizes if last and not rest else [*sizes, rest], len(members), shaped
 
     @property
     def word(self) -> torch.dtype:
@@ -143,9 +141,11 @@ class RecordLayout:
         Cost: one operation per dtype, and one per leaf that is not a vector.
         """
         leaves: list[torch.Tensor] = []
-        for dtype, parts, taken, shaped in self._groups:
-            rows = block if dtype is block.dtype else block.view(dtype)
-            pieces = torch.unsafe_split_with_sizes(rows, parts, 1)[taken]
+        rest = block
+        for dtype, parts, count, shaped in self._groups:
+            rows = rest if dtype is rest.dtype else rest.view(dtype)
+            pieces = torch.unsafe_split_with_sizes(rows, parts, 1)
+            rest, pieces = pieces[-1], pieces[:count]
             if shaped:
                 pieces = list(pieces)
                 for place, shape in shaped:
