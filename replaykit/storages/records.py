@@ -145,12 +145,11 @@ class RecordLayout:
         for dtype, parts, count, shaped in self._groups:
             rows = rest if dtype is rest.dtype else rest.view(dtype)
             pieces = torch.unsafe_split_with_sizes(rows, parts, 1)
-            rest, pieces = pieces[-1], pieces[:count]
-            if shaped:
-                pieces = list(pieces)
-                for place, shape in shaped:
-                    pieces[place] = _unsafe_view(pieces[place], [rows.shape[0], *shape])
-            leaves += pieces
+            rest, first = pieces[-1], len(leaves)
+            leaves += pieces[:count]
+            for place, shape in shaped:
+                at = first + place
+                leaves[at] = _unsafe_view(leaves[at], [rows.shape[0], *shape])
         return leaves
 
     def __len__(self) -> int:
