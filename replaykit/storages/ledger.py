@@ -571,6 +571,7 @@ class Ledger:
         tables: tuple[int, int],
         *,
         moved: bool,
+        removed: bool,
         placed: Array | None = None,
     ) -> None:
         """Follow a committed ledger, whose tables are in the region.
@@ -578,13 +579,15 @@ class Ledger:
         Args:
             tables: the lengths of the tables; -1 for no table.
             moved: whether more has changed than a clear and writes at the cursor and by stream.
+            removed: whether rows may have been removed and others moved.
             placed: the slots of rows that were written by stream, and possibly of others; None
                 if they may be any.
         """
         if moved:
             self.changes += 1
             self.log.move()
-            self.log.removed = self.log.number  # the other process may have removed rows
+            if removed:
+                self.log.removed = self.log.number
             self._moved_at = next_position
         elif cleared != self.cleared:
             self.next_position = cleared

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-ANNOUNCED, IRREGULAR, RESET, RESERVED = range(SIGN_COUNT := 4)
+ANNOUNCED, IRREGULAR, RESET, RESERVED, REMOVED = range(SIGN_COUNT := 5)
 """Numbers of the signs that writers set for readers without the lock.
 
 - ``ANNOUNCED``: row id up to which a process is writing rows at the cursor.
 - ``IRREGULAR``: twice the number of other overwrites of rows. It is odd during an overwrite.
 - ``RESET``: number of the last state with changes that are not writes at the cursor.
 - ``RESERVED``: number of overflow entries with reserved blocks.
+- ``REMOVED``: number of the last state in which rows were removed and others moved.
 """
 
 _ALONE, _SHARED, _REFERENCES = 1, 3, 4
@@ -285,7 +286,7 @@ def _restore(
         episodes = EpisodeIndexes.check(state.episodes())
     except (ValueError, IndexError) as error:
         raise CheckpointError(f"{home.folder} contradicts itself: {error}") from None
-    own.follow(*state.ledger(), moved=True)
+    own.follow(*state.ledger(), moved=True, removed=True)
     storage.indexes.restore(episodes, own, None)
     storage.indexes.follow_tags(state.tags)
     recovery.in_state(state, restarted=True)

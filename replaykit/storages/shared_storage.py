@@ -47,6 +47,7 @@ from replaykit.storages.recoverable import Recovery
 from replaykit.storages.recoverable_files import (
     ANNOUNCED,
     IRREGULAR,
+    REMOVED,
     RESERVED,
     RESET,
     SIGN_COUNT,
@@ -323,9 +324,9 @@ class Sharing:
         if sequence == self._known and self._lags:
             self._catch_up(storage)
         if sequence != self._known:
-            reset, self._known = self._known < 0, -1
+            known, self._known = self._known, -1
             self._lags = False
-            self._follow(storage, reset)
+            self._follow(storage, known)
             self._known = sequence
 
     def poll(self, *, whole: bool = False) -> None:
@@ -343,8 +344,9 @@ class Sharing:
             with storage.lock:
                 pass
 
-    def _follow(self, storage: LazyTensorStorage, reset: bool) -> None:
-        """Follow the latest state; with ``reset``, nothing is known about earlier states."""
+    def _follow(self, storage: LazyTensorStorage, known: int) -> None:
+        """Follow the latest state after state number ``known``; -1: no earlier state is known."""
+        reset = known < 0
         numbers, before = self.home.states.view().copy(), self.recovery.state
         state, rows_logged, logged = CommittedState.empty(), 0, 0
         if len(numbers):
@@ -363,7 +365,8 @@ class Sharing:
         if isinstance(columns, DedupColumns):
             columns.outdate(ledger, -1 if since is None else ledger.log.number)
         moved = since is None or _MOVED in since
-        ledger.follow(*state.ledger(), moved=moved, placed=placed)
+        removed = reset or bool(self.signs[REMOVED] > known)
+        ledger.follow(*state.ledger(), moved=moved, removed=removed, placed=placed)
         if since is not None:
             self._follow_edits(storage, since)
         changed = since is None or any(
@@ -451,6 +454,8 @@ class Sharing:
     def log_rows(self, storage: LazyTensorStorage, seen: int) -> None:
         """Log the changes of rows since number ``seen`` of the ledger's log, for a commit."""
         assert self._log is not None
+        if storage.ledger.log.removed > seen:
+            self.signs[REMOVED] = self._known + 1
         if storage.ledger.log.irregular <= seen and storage.ledger.in_order:
             return
         if pending := self._changes_since(storage, seen):

@@ -29,6 +29,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
+    SamplerWithoutReplacement,
     TensorDictMaxValueWriter,
     TensorStorage,
 )
@@ -385,3 +386,22 @@ def test_next_buffer_removes_folders_of_killed_processes(
     ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
     assert not folder.exists()
     assert folder_of(used).exists(), "somebody uses it"
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_a_pass_goes_on_unless_others_remove_rows(removes: bool) -> None:
+    storage = LazyTensorStorage(8, lane_key="lane")
+    sampler = SamplerWithoutReplacement(shuffle=False)
+    writer = LaneWriter(8) if removes else RoundRobinWriter()
+    mine = ReplayBuffer(storage=storage, sampler=sampler, writer=writer, shared=True, batch_size=2)
+    given = rows(0, 8).set("lane", torch.zeros(8, dtype=torch.int64))
+    mine.extend(given)
+    theirs = another(mine)
+    assert mine.sample()["index"].tolist() == [0, 1]
+    for _ in range(20):  # more changes than a log of 8 rows keeps
+        if removes:
+            theirs.remove_oldest(1)
+            theirs.extend(given[:1])
+        else:
+            theirs.storage.set([5, 4], given[:2])
+    assert mine.sample()["index"].tolist() == ([0, 1] if removes else [2, 3])
