@@ -102,7 +102,8 @@ def convert(
 
     Cost: every value is read once for the checksum of its file, and once for the conversion. Every
     value is also written once for each column that contains it. Memory: a few blocks of 16 MiB for
-    each worker, and about 100 bytes for each episode.
+    each worker, and about 100 bytes for each episode; for LeRobot, also the columns of two Parquet
+    files.
 
     Example:
         >>> import tempfile, h5py, numpy as np
