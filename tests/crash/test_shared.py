@@ -225,7 +225,9 @@ def test_killed_writer_that_joined_by_path_does_not_block_others(
 def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = False) -> None:
     """Kills three writers at once, which are all processes that share the rows, and goes on."""
     context, draw = multiprocessing.get_context("fork"), random.Random(seed)
-    new_buffer(4000, path, recover=True, dedup=dedup).shutdown()
+    # Room for the rows of all rounds, however far the writers get before the kill.
+    rows = sum(size_of(writer, batch) for writer in range(3) for batch in range(61 * rounds))
+    new_buffer(rows, path, recover=True, dedup=dedup).shutdown()
     there = [0, 0, 0]
     for turn in range(rounds):
         pipes, processes = [], []
@@ -248,7 +250,7 @@ def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = Fals
         for process in processes:
             process.join(60)
         made = not turn % 2
-        buffer = new_buffer(4000, path, recover=True, dedup=dedup) if made else joined(path)
+        buffer = new_buffer(rows, path, recover=True, dedup=dedup) if made else joined(path)
         there = [batches_of(buffer, writer) for writer in range(3)] if len(buffer) else there
         for found, said in zip(there, done, strict=True):
             assert found in (said + 1, said + 2), (there, done)
