@@ -255,6 +255,7 @@ ENTRIES: Final[tuple[Entry, ...]] = (
     Entry("to_d3rlpy", "adapter", "adapters.exporting"),
     Entry("to_robomimic", "adapter", "adapters.exporting"),
     Entry("to_lerobot", "adapter", "adapters.lerobot_export"),
+    Entry("to_rlds", "adapter", "adapters.rlds_export"),
     Entry("to_zarr", "adapter", "adapters.zarr_export"),
 )
 

@@ -15,6 +15,9 @@ from replaykit.adapters.recording import (
 from replaykit.adapters.recording_folder import (
     open_recording,
 )
+from replaykit.adapters.rlds_export import (
+    to_rlds,
+)
 from replaykit.adapters.sb3 import (
     SB3HerReplayBuffer,
     SB3ReplayBuffer,
@@ -32,6 +35,7 @@ __all__ = [
     "to_d3rlpy",
     "to_lerobot",
     "to_minari",
+    "to_rlds",
     "to_robomimic",
     "to_zarr",
 ]

@@ -523,7 +523,7 @@ def _print_episodes(output: Output, episodes: Any, most: int) -> None:
         output.line((f"... {len(episodes) - most:,} more", "dim"))
 
 
-_FORMATS: Final = ("lerobot-v3", "minari", "robomimic", "zarr")
+_FORMATS: Final = ("lerobot-v3", "minari", "rlds", "robomimic", "zarr")
 
 
 @_command
@@ -548,9 +548,10 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
       replaykit export data/lift lift --to lerobot-v3 --fps 20 --task "lift the cube"
       replaykit export data/lift lift.zarr.zip --to zarr
       replaykit export checkpoint lift.hdf5 --to robomimic
+      replaykit export checkpoint lift/1.0.0 --to rlds
       replaykit export data/pole cartpole/random-v0 --to minari --env CartPole-v1
     """
-    from replaykit.adapters import to_lerobot, to_minari, to_robomimic, to_zarr
+    from replaykit.adapters import to_lerobot, to_minari, to_rlds, to_robomimic, to_zarr
     from replaykit.adapters.export_files import check_apart
     from replaykit.adapters.exporting import unbounded_spaces
     from replaykit.tools.stored_facts import opened_buffer
@@ -577,6 +578,7 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
         writers: dict[str, Callable[..., Any]] = {
             "lerobot-v3": to_lerobot,
             "minari": to_minari,
+            "rlds": to_rlds,
             "robomimic": to_robomimic,
             "zarr": to_zarr,
         }

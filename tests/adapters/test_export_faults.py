@@ -21,6 +21,7 @@ from replaykit.adapters import (
     exported_episodes,
     to_lerobot,
     to_minari,
+    to_rlds,
     to_robomimic,
     to_zarr,
 )
@@ -38,6 +39,7 @@ FORMS = {
     "lerobot": ("x/set", lambda data, path, **k: to_lerobot(data, path, fps=10, **k)),
     "zarr": ("x/a.zarr", to_zarr),
     "zip": ("x/a.zarr.zip", to_zarr),
+    "rlds": ("x/set", to_rlds),
     "robomimic": ("x/a.hdf5", to_robomimic),
     "minari": (
         "x/a-v0",

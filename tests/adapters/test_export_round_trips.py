@@ -19,10 +19,10 @@ from replaykit import (
     Shift,
     transition,
 )
-from replaykit.adapters import to_lerobot, to_minari, to_robomimic, to_zarr
+from replaykit.adapters import to_lerobot, to_minari, to_rlds, to_robomimic, to_zarr
 from replaykit.adapters.exporting import unbounded_spaces
 from replaykit.datasets import CorpusExperienceReplay, convert
-from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS, MINARI, ROBOMIMIC, ZARR
+from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS, MINARI, RLDS, ROBOMIMIC, ZARR
 from replaykit.testing import make_lerobot
 
 pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
@@ -38,6 +38,7 @@ FORMS = {
     "zarr": (to_zarr, ZARR),
     "robomimic": (to_robomimic, ROBOMIMIC),
     "minari": (minari, MINARI),
+    "rlds": (to_rlds, RLDS),
 }
 
 

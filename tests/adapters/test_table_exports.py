@@ -1,10 +1,11 @@
-"""Exports to LeRobotDataset v3 and Zarr, read by pyarrow, Pillow, zarr and replaykit."""
+"""Exports to LeRobotDataset v3, RLDS and Zarr, read by pyarrow, Pillow, zarr and replaykit."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from PIL import Image
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, transition
-from replaykit.adapters import to_lerobot, to_robomimic, to_zarr
+from replaykit.adapters import to_lerobot, to_rlds, to_robomimic, to_zarr
 from replaykit.datasets import convert
 from replaykit.datasets.families import LEROBOT, ZARR, LeRobotLayout
 from replaykit.errors import SchemaError
+from tests.datasets.families.test_rlds import example, nested, records, tensor
 
 zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 
@@ -306,3 +308,34 @@ def test_columns_that_a_target_cannot_keep_are_refused(form, name, like, says, r
     with pytest.raises(SchemaError, match=rf"'observation', .*{says}"):
         {**CALLS, "robomimic": to_robomimic}[form](other, tmp_path / "a")
     assert os.listdir(tmp_path) == []
+
+
+def test_rlds_has_the_bytes_of_an_independent_encoder(tmp_path):
+    x, counts = torch.arange(8.0).reshape(4, 2), torch.tensor([-(2**40), 0, 127, 2**62])
+    before, after = ({"x": x[at], "n": counts[at]} for at in (slice(3), slice(1, 4)))
+    last = torch.tensor([False, False, True])
+    action, reward = torch.tensor([[0.5], [2], [3]]).double(), torch.tensor([1.0, 2, 3])
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.extend(transition(before, action, reward, after, last, ~last & last, batch_size=3))
+    path = to_rlds(rb, tmp_path / "my-set" / "2.0.1")
+    columns = {
+        "action": [struct.pack("<d", each) for each in (0.5, 2, 3, 0)],
+        "discount": np.array([1, 1, 0, 0], np.float32),
+        "is_first": np.array([1, 0, 0, 0]),
+        "is_last": np.array([0, 0, 0, 1]),
+        "is_terminal": np.array([0, 0, 0, 1]),
+        "observation/n": counts.numpy(),
+        "observation/x": x.numpy(),
+        "reward": np.array([1, 2, 3, 0], np.float32),
+    }
+    record = records(example({f"steps/{name}": values for name, values in columns.items()}))
+    (shard,) = path.glob("my_set-train.tfrecord-00000-of-00001")
+    assert shard.read_bytes() == record
+    info = json.loads((path / "dataset_info.json").read_text())
+    assert (info["name"], info["version"]) == ("my_set", "2.0.1")
+    said = json.loads((path / "features.json").read_text())["featuresDict"]["features"]["steps"]
+    parts = said["sequence"]["feature"]["featuresDict"]["features"]
+    observed = nested(n=tensor("int64", 1), x=tensor("float32", 2))
+    assert (parts["observation"], parts["action"]) == (
+        observed, tensor("float64", 1, encoding="bytes"),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, transition
 from replaykit.datasets import convert
-from replaykit.datasets.families import LEROBOT, ROBOMIMIC
+from replaykit.datasets.families import LEROBOT, RLDS, ROBOMIMIC
 
 zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 
@@ -53,7 +53,7 @@ def source(request, tmp_path):
 def test_each_source_can_be_exported_to_each_format(source, command, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     path, wanted = source
-    targets = {form: tmp_path / form for form in ("lerobot-v3", "zarr", "robomimic")}
+    targets = {form: tmp_path / form for form in ("lerobot-v3", "rlds", "robomimic", "zarr")}
     options = {"lerobot-v3": ("--fps", 10, "--task", "reach")}
     for form, target in {**targets, "minari": "me/a-v0"}.items():
         done = command("export", path, target, "--to", form, *options.get(form, ()), "--json")
@@ -61,12 +61,13 @@ def test_each_source_can_be_exported_to_each_format(source, command, tmp_path, m
         assert done.json["episodes"] == 2
         assert done.json["rows"] == len(wanted)
         assert all(found["ok"] for found in done.json["findings"])
-    data = convert(targets["lerobot-v3"], LEROBOT, tmp_path / "again")
-    found = [data[:]["observation"]]
+    sets = [(LEROBOT, "lerobot-v3"), (RLDS, "rlds")]
+    again = [convert(targets[form], layout, tmp_path / f"{form}-again") for layout, form in sets]
+    found = [data[:]["observation"] for data in again]
     found = [
         each if isinstance(each, torch.Tensor) else next(iter(each.values())) for each in found
     ]
-    assert np.array_equal(found[0].numpy(), wanted)
+    assert all(np.array_equal(each.numpy(), wanted) for each in found)
     group = zarr.open_group(targets["zarr"], mode="r")["data"]
     name = "x" if "x" in group else "state"
     assert np.array_equal(group[name][:], wanted)
