@@ -158,7 +158,7 @@ def check_rows(buffer: Any, index: torch.Tensor) -> None:
 class Host:
     """The object in an actor, which holds one buffer or shard and answers messages.
 
-    The messages have the format of `wire_format`. The constructor makes the buffer. Ray also calls
+    The messages have the format of `protocol`. The constructor makes the buffer. Ray also calls
     the constructor when it restarts the actor. If making the buffer fails, the first call raises
     the error, so that the caller gets an error of the same type.
 

@@ -398,7 +398,7 @@ class Columns:
         Args:
             first: slot of the first written row.
             count: number of rows at the addresses. The first ``skipped`` of them are not written.
-            addresses: as ``schema_match.Matcher`` returns them.
+            addresses: as ``schema.Matcher`` returns them.
 
         Returns:
             False if only ``scatter`` can write the rows. Nothing is written then.
