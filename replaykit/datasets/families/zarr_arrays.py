@@ -440,14 +440,14 @@ class _ZarrTable:
             file = self._stores.index(store)
             stops = self._starts + self.episodes.lengths
             near = (self.episodes.files == file) & (stops > start) & (self._starts < stop)
-            for position in np.flatnonzero(near).tolist():
-                span = max(start, int(self._starts[position])), min(stop, int(stops[position]))
-                try:
-                    store.read(name, *span)
-                except CorpusError:
-                    self._judge.condemn(position, error)
             array = store.arrays[name]
             found = np.zeros((stop - start, *array.shape[1:]), _native(array))
+            for position in np.flatnonzero(near).tolist():
+                span = max(start, int(self._starts[position])), min(stop, int(stops[position]))
+                try:  # the values of sound episodes are checked, too
+                    found[span[0] - start : span[1] - start] = store.read(name, *span)
+                except CorpusError:
+                    self._judge.condemn(position, error)
         return found.reshape(-1, 1) if key[0] == "next" else found
 
 

@@ -14,6 +14,7 @@ import pytest
 from replaykit.datasets import Policies, ZarrExperienceReplay, convert, load_dataset
 from replaykit.datasets.families import ZARR
 from replaykit.errors import CorpusError
+from replaykit.inspection import validate
 from tests.datasets.families.mutations import SEEDS, refusals
 
 zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
@@ -314,6 +315,15 @@ def test_bad_episodes_can_be_left_out(tmp_path):
     assert (data[7]["observation", "img"] == 0).all()
     del arrays["state"], arrays["img"]
     check(data, arrays)
+
+
+def test_validate_checks_sound_episodes_next_to_a_damaged_chunk(tmp_path):
+    write(tmp_path / "a")
+    group = zarr.open_group(tmp_path / "a", mode="r+", use_consolidated=False)
+    group["data/action"][2, 0] = np.nan
+    (tmp_path / "a/data/action/3.0").write_bytes(b"no")
+    found = [each.text for each in validate(tmp_path / "a") if not each.ok]
+    assert ["V20" in text for text in found] == [False, True, False], found
 
 
 @SEEDS
