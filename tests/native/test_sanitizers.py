@@ -31,6 +31,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
 }
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
+UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS"]
 FLAGS += [f"-I{CORE}", "-pthread", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
 
@@ -107,7 +108,7 @@ WRONG_STEPS["rank_heap"]["--overflow"] = "integer overflow"
 def test_random_programs_agree_with_plain_vectors(
     tmp_path: Path, compiler: list[str], name: str
 ) -> None:
-    """Every kernel that the processor runs; ties, one slot, empty batches, NaN, threads, forks.
+    """Every kernel that the processor runs; ties, one slot, empty batches, NaN, threads.
 
     A wrong step ends the program, hence the silence says something.
     """
@@ -128,6 +129,13 @@ def test_threads_that_share_rows_do_not_race(tmp_path: Path) -> None:
     done = run("--race")
     assert done.returncode not in (0, 2, 3)
     assert "ThreadSanitizer: data race" in done.stderr
+
+
+def test_threads_work_in_forked_children(tmp_path: Path) -> None:
+    """Gathers and loops that another thread is busy with while the process forks."""
+    run = _built("rows", tmp_path, _compiler(tmp_path, UNDEFINED), UNDEFINED)
+    done = run("--forks")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all agree\n", "")
 
 
 @pytest.mark.skipif(not X86, reason="one kernel only is compiled for this processor")
