@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
+_Value = TypeVar("_Value")
+_PLAIN = (bool, int, float, str, list, tuple, dict, set)
 
 
 class Replaced(NamedTuple):
@@ -183,6 +185,38 @@ def old_name(old: str, new: str) -> property:
         return getattr(self, new)
 
     return _OldName(read, doc=f"The old name of `{new}`; deprecated.")
+
+
+@overload
+def expect(
+    value: object, kind: type[_Value], what: str, error: type[Exception] = ...
+) -> _Value: ...
+@overload
+def expect(value: Any, kind: Any, what: str, error: type[Exception] = ...) -> Any: ...
+def expect(value: Any, kind: Any, what: str, error: type[Exception] = TypeError) -> Any:
+    """Return a value that is an instance of a class, of a union, or of one class of a tuple.
+
+    Args:
+        what: name and kind of the value, as the error has them after "expected".
+
+    Raises:
+        TypeError: or ``error``, with the class of another value, and a plain value itself.
+
+    Example:
+        >>> from replaykit.keywords import expect
+        >>> expect("3", int | None, "size as an int or None")
+        Traceback (most recent call last):
+        TypeError: expected size as an int or None, got str '3'
+    """
+    if not isinstance(value, kind):
+        raise error(f"expected {what}, got {kind_of(value)}")
+    return value
+
+
+def kind_of(value: object) -> str:
+    """Return the name of a value's class, with the value if it is plain, for an error."""
+    name = type(value).__name__
+    return f"{name} {value!r:.80}" if isinstance(value, _PLAIN) else name
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:

@@ -20,6 +20,7 @@ from replaykit.buffer.deliver import is_ragged, with_each
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.row_context import apply_all, fetch_all
 from replaykit.errors import SchemaError
+from replaykit.keywords import expect
 from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, ravel, unravel_index
@@ -264,12 +265,7 @@ def set_columns(
 
 
 def columns_of(buffer: ReplayBuffer) -> TensorStorage:
-    storage = buffer._storage
-    if not isinstance(storage, TensorStorage):
-        raise RuntimeError(
-            f"a {type(storage).__name__} has no columns; use a tensor or memmap storage"
-        )
-    return storage
+    return expect(buffer._storage, TensorStorage, "a tensor or memmap storage", RuntimeError)
 
 
 def layout_of(buffer: ReplayBuffer, storage: Storage) -> int:
@@ -382,10 +378,7 @@ def patchable(storage: Storage, writer: Writer) -> TensorStorage:
     of = f"{type(storage).__name__} with {type(writer).__name__}"
     check_tracked(writer.tracks_generations, of)
     if not isinstance(storage, TensorStorage):
-        raise RuntimeError(
-            f"Conditional updates are not supported by {of}: the storage has no columns to patch; "
-            "use a tensor or memmap storage"
-        )
+        raise RuntimeError(f"Conditional updates are not supported by {of}, which has no columns")
     if not len(storage):
         raise RuntimeError("Conditional updates require an initialized storage: nothing is stored")
     return storage

@@ -25,6 +25,7 @@ from replaykit.distributed.shard_pacing import PaceKeeper
 from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
+from replaykit.keywords import expect
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
 
 Sent: TypeAlias = tuple[int, Reply]
@@ -295,8 +296,7 @@ def _report_facts(
 
 def check_on_loss(on_loss: object) -> None:
     """Raise TypeError unless the argument can be called or is None."""
-    if on_loss is not None and not callable(on_loss):
-        raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
+    expect(on_loss, Callable | None, "on_loss as a function of a ShardLoss")
 
 
 _FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()

@@ -28,6 +28,7 @@ from replaykit.checkpoint import (
     save_snapshot,
 )
 from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.declared import Count, read_value
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import deferred
@@ -287,6 +288,21 @@ def _checked_own(mixture: Mixture, state: Any) -> _Own:
     )
 
 
+@dataclass(frozen=True)
+class _DrawOfMember:
+    """The undelivered draws of a member in a draw of a mixture."""
+
+    member: Count
+    draws: list[Any]
+
+
+@dataclass(frozen=True)
+class _DrawOfMixture:
+    """An undelivered draw of a mixture."""
+
+    parts: list[_DrawOfMember]
+
+
 def _note_undelivered(
     mixture: Mixture, path: str, records: object, found: dict[str, list[Any]]
 ) -> None:
@@ -297,25 +313,17 @@ def _note_undelivered(
     Raises:
         ValueError: such a mixture cannot have saved them.
     """
-    if not isinstance(records, list):
-        raise ValueError(f"expected a list of prepared draws, got {records!r}")
-    for record in records:
-        parts = record.get("parts") if isinstance(record, Mapping) else None
-        for part in parts if isinstance(parts, list) else [{}]:
-            known = part if isinstance(part, Mapping) else {}
-            number, draws = known.get("member"), known.get("draws")
-            if type(number) is not int or number not in range(len(mixture.sources)):
-                raise ValueError(
-                    f"expected a prepared draw of {len(mixture.sources)} members, got {record!r}"
-                )
+    for record in read_value(list[_DrawOfMixture], records, "prepared draws"):
+        for part in record.parts:
+            number = part.member
+            if number >= len(mixture.sources):
+                raise ValueError(f"expected a draw of {len(mixture.sources)} members, got {part!r}")
             source = mixture.sources[number]
             name = f"{path}members/{number}"
             if isinstance(source, Mixture):
-                _note_undelivered(source, f"{name}/", draws, found)
-            elif not isinstance(draws, list):
-                raise ValueError(f"expected a list of prepared draws, got {draws!r}")
+                _note_undelivered(source, f"{name}/", part.draws, found)
             else:
-                found.setdefault(name, []).extend(draws)
+                found.setdefault(name, []).extend(part.draws)
 
 
 @contextlib.contextmanager

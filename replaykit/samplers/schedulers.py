@@ -11,6 +11,7 @@ import torch
 
 from replaykit._compat import Uncompiled
 from replaykit.declared import Count, Positive, Rule, read_value
+from replaykit.keywords import expect
 from replaykit.samplers.sampler import Sampler
 
 
@@ -223,8 +224,7 @@ class LambdaScheduler(ParameterScheduler):
         min_value: float | None = None,
         max_value: float | None = None,
     ) -> None:
-        if not callable(lambda_fn):
-            raise TypeError(f"expected lambda_fn as a function, got {type(lambda_fn).__name__}")
+        expect(lambda_fn, Callable, "lambda_fn as a function")
         super().__init__(obj, param_name, min_value, max_value)
         self.lambda_fn = lambda_fn
 
@@ -339,8 +339,7 @@ class SchedulerList:
 
     def append(self, scheduler: Any) -> None:
         """Add a scheduler at the end."""
-        if not isinstance(scheduler, (ParameterScheduler, SchedulerList)):
-            raise TypeError(f"expected a scheduler, got {type(scheduler).__name__}")
+        expect(scheduler, (ParameterScheduler, SchedulerList), "a scheduler")
         self.schedulers.append(scheduler)
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from replaykit._compat import LazyStackedTensorDict, arange
 from replaykit.checkpoint import Base, Checkpoint, Snapshot
 from replaykit.interrupts import deferred
+from replaykit.keywords import expect
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.content import Content, Group
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -166,8 +167,7 @@ def warn_left_out(count: int, stacklevel: int) -> None:
 
 def checked_hook(hook: Hook) -> Hook:
     """Return a hook; TypeError if it is not callable."""
-    if not callable(hook):
-        raise TypeError(f"expected a callable hook, got {type(hook).__name__}")
+    expect(hook, Callable, "a callable hook")
     return hook
 
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
+from replaykit.keywords import expect
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, unravel
 from replaykit.transforms.history import Surroundings, filled, over_features
@@ -91,10 +92,8 @@ def as_number(name: str, value: Any, *, finite: bool = False) -> float:
         TypeError: the value is not a number.
         ValueError: the value is infinite or NaN, and ``finite`` is True.
     """
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
     try:
-        number = float(value)
+        number = float("no number" if isinstance(value, bool) else value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
     if finite and not math.isfinite(number):
@@ -122,8 +121,7 @@ def as_keys(keys: Any) -> list[Path]:
         TypeError: it is not a list of keys.
         ValueError: it is empty.
     """
-    if not isinstance(keys, (list, tuple)):
-        raise TypeError(f"keys: expected a list of keys, got {keys!r}")
+    expect(keys, (list, tuple), "keys as a list of keys")
     if not keys:
         raise ValueError("keys: expected at least one key, got none")
     return [unravel(key) for key in keys]

@@ -53,6 +53,7 @@ from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
+from replaykit.keywords import whole_number
 from replaykit.ted import Key
 
 FLAT_FORM: Final = {"form": None}
@@ -83,10 +84,8 @@ class ConvertOptions:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_bytes < 1:
-            raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
-        if self.workers < 1:
-            raise ValueError(f"expected workers >= 1, got {self.workers}")
+        whole_number("block_bytes", self.block_bytes, 1)
+        whole_number("workers", self.workers, 1)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options, without ``workers``, as JSON values."""
