@@ -133,8 +133,7 @@ class HubFiles:
         """
         if len(dataset_id.split("/")) != 2:
             raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected owner/name, or local files with "
-                "source="
+                f"{dataset_id!r} is no repository: expected owner/name, or source="
             )
         return cls(dataset_id, "", suffix, natural=True)
 

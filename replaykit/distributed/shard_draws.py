@@ -180,9 +180,8 @@ class Draws:
             return
         except (RuntimeError, KeyError) as error:
             text = error.args[0] if error.args else error
-            raise type(error)(f"in none of the {len(rows)} shards, as in {largest}: {text}") from (
-                None
-            )
+            text = f"in none of {len(rows)} shards, as in {largest}: {text}"
+            raise type(error)(text) from None
 
 
 class Pending(JointReply):

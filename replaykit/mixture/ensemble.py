@@ -172,8 +172,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             )
         if not rbs and len(given) < len(parts):
             raise TypeError(
-                "expected buffers, or storages=, samplers= and writers=, got "
-                f"{given or 'none of them'}"
+                f"expected buffers, or storages=, samplers= and writers=, got {given or 'none'}"
             )
         given_choice = (p, num_buffer_sampled, counts, ramp, ready) != (None,) * 5
         if samplers is not None and (given_choice or sample_from_all or unready != "raise"):
@@ -642,8 +641,7 @@ class ReplayBufferEnsemble(StreamLoading[DataT]):
             isinstance(index, tuple) and bool(index) and isinstance(index[0], str)
         ):
             raise TypeError(
-                f"expected members of the ensemble, got a key: columns are those of a member, "
-                f"ensemble[i][{index!r}]"
+                f"expected members of the ensemble, got a key; use ensemble[i][{index!r}]"
             )
         if not isinstance(index, tuple):
             numbers = chosen(index, self.num_members, "an ensemble")

@@ -44,10 +44,7 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
         return frames
     places = features + how.new_dim
     if not -places <= how.dim < places:
-        raise ValueError(
-            f"dim: expected one in [{-places}, {places}) for frames {list(frames.shape[2:])}, got "
-            f"{how.dim}"
-        )
+        raise ValueError(f"dim: expected one of frames {list(frames.shape[2:])}, got {how.dim}")
     dim = how.dim % places
     if how.new_dim:
         return frames.movedim(1, 1 + dim)
@@ -473,9 +470,7 @@ class PreviousStep(HistoryTransform):
         columns[VALID] = lookup(data, VALID)
         for key, column in columns.items():
             if column is None:
-                raise KeyError(
-                    f"stored=True expected the column of {format_key(key)} under 'previous'"
-                )
+                raise KeyError(f"stored=True expected a column of {format_key(key)} at 'previous'")
         held = begins & columns[VALID].flatten().cpu().numpy()
         at = torch.from_numpy(held.nonzero()[0]).to(columns[VALID].device)
         for key in self.keys:
@@ -496,8 +491,7 @@ class PreviousStep(HistoryTransform):
             low, high = (0, 1) if dtype is torch.bool else _limits(dtype)
             if not init.is_integer() or not low <= init <= high:
                 raise ValueError(
-                    f"init: expected a number that {dtype} can hold, for {format_key(name)}, got "
-                    f"{init:g}"
+                    f"init: expected a number in {dtype}, for {format_key(name)}, got {init:g}"
                 )
             init = int(init)
         return filled(values, begins, init)

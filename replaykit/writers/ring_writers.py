@@ -174,8 +174,7 @@ class _LaneState(WriterState):
         rows = self.ledger.length
         if (self.longest or 0) > rows or len(self.lanes) != rows:
             raise ValueError(
-                f"expected the streams of {rows} rows, and the longest of them, got "
-                f"{len(self.lanes)} and {self.longest}"
+                f"expected {rows} streams and the longest, got {len(self.lanes)} and {self.longest}"
             )
         if isinstance(self.lanes, torch.Tensor):
             _check_streams(self.lanes)
@@ -408,8 +407,7 @@ def check_tensordicts(rows: Rows, writer: Writer) -> None:
     root = rows.root
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         raise RuntimeError(
-            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
-            f"TensorDicts, got {root}"
+            f"a {type(writer).__name__} expects data to be a tensor collection, got {root}"
         )
 
 
