@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from replaykit._compat import Uncompiled
 from replaykit.buffer.buffer_dataset import BufferDataset, check_workers, stream_seed
 from replaykit.buffer.components import DataT
 from replaykit.buffer.source import BatchStreams
@@ -128,11 +129,15 @@ class BufferLoader(DataLoader[DataT]):
         return law
 
 
-class StreamLoading(BatchStreams, Generic[DataT]):
-    """``dataloader`` of a handle or a mixture."""
+class Loading(Uncompiled, Generic[DataT]):
+    """``dataloader`` of a buffer, a handle or an ensemble."""
 
     _workers_start: str | None = None
     """The default start method of workers; None for that of ``DataLoader``."""
+
+    def _pins(self, pin_memory: bool | None) -> bool:
+        """Return whether batches of a loader on the CPU are pinned."""
+        return bool(pin_memory)
 
     def dataloader(
         self,
@@ -144,7 +149,7 @@ class StreamLoading(BatchStreams, Generic[DataT]):
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         multiprocessing_context: Any = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
@@ -153,38 +158,44 @@ class StreamLoading(BatchStreams, Generic[DataT]):
     ) -> BufferLoader[DataT]:
         """Return a ``DataLoader`` whose worker processes make or request batches.
 
-        Each worker has a separate seed and handle. If the rows are in other processes, these make
-        the batches, so the workers only wait. A handle from ``client(prefetch=n)`` without workers
-        needs fewer processes.
+        The workers draw, read and transform batches. `BufferDataset` describes their draws and the
+        rows that they can read. ``docs/overlap.md`` compares workers with ``prefetch``. If the rows
+        are in other processes, these make the batches, so the workers only wait. A handle from
+        ``client(prefetch=n)`` without workers needs fewer processes.
 
         Args:
-            batch_size: number of rows; None for the buffer's batch size.
+            batch_size: number of rows; None for the constructor's ``batch_size``.
             workers: number of processes. Each may need seconds to connect to Ray. With 0, this
-                process makes or requests the batches.
+                process makes or requests each batch.
             steps, seed, rank, world_size: as for `BufferDataset`.
-            drop_last: must be False, because a stream has no last batch.
-            pin_memory: return batches in pinned memory if there is an accelerator.
+            drop_last: as for `BufferDataset`; False for streams, which have no last batch.
+            pin_memory: return batches in pinned memory if there is an accelerator; None for the
+                buffer's setting.
             multiprocessing_context: the start method of workers. Those of remote buffers must be
                 spawned, which is their default.
             prefetch_factor, persistent_workers, worker_init_fn, timeout: as for ``DataLoader``.
+                Persistent workers read the rows that were stored when they started.
 
         Raises:
-            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if the buffer has
-                a rate limiter, or if workers are forked or cannot reach the buffer.
-            RuntimeError: no batch size is given.
+            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
+                read the rows or reach the buffer; the error gives the reason. A remote buffer must
+                have no rate limiter, and its workers must not be forked.
+            RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
+                With ``workers`` but without ``shared=True``, the iteration raises the same error if
+                rows are written meanwhile.
 
         Example:
             >>> import torch
-            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-            ...                          backend="local") as rb:
-            ...     _ = rb.extend(torch.arange(8))
-            ...     first, again = (list(rb.dataloader(4, steps=3, seed=7)) for _ in range(2))
-            >>> len(first), torch.equal(torch.cat(first), torch.cat(again))
-            (3, True)
+            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
+            ...                   sampler=SamplerWithoutReplacement())
+            >>> _ = rb.extend(torch.arange(10))
+            >>> loader = rb.dataloader(seed=7)
+            >>> len(loader), sorted(torch.cat(list(loader)).tolist())
+            (3, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
         """
         dataset = BufferDataset(
-            self,
+            cast(Any, self),
             batch_size,
             steps=steps,
             seed=seed,
@@ -192,13 +203,13 @@ class StreamLoading(BatchStreams, Generic[DataT]):
             world_size=world_size,
             drop_last=drop_last,
         )
+        if multiprocessing_context is None and workers:
+            multiprocessing_context = self._workers_start
         return BufferLoader(
             dataset,
             workers=workers,
-            pin_memory=bool(pin_memory) and torch.cuda.is_available(),
-            multiprocessing_context=(self._workers_start if workers else None)
-            if multiprocessing_context is None
-            else multiprocessing_context,
+            pin_memory=self._pins(pin_memory) and torch.cuda.is_available(),
+            multiprocessing_context=multiprocessing_context,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             worker_init_fn=worker_init_fn,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, overload
 import torch
 from typing_extensions import Self
 
-from replaykit._compat import Uncompiled, as_tensor, is_tensordict
+from replaykit._compat import as_tensor, is_tensordict
 from replaykit._ray import actor_class
 from replaykit.buffer import (
     components,
@@ -24,7 +24,6 @@ from replaykit.buffer import (
     stream_rows,
     write,
 )
-from replaykit.buffer.buffer_dataset import BufferDataset
 from replaykit.buffer.components import (
     DataT,
     LockedStorage,
@@ -38,7 +37,7 @@ from replaykit.buffer.components import (
     checked_prefetch,
     consuming_sampler,
 )
-from replaykit.buffer.dataloader import BufferLoader
+from replaykit.buffer.dataloader import Loading
 from replaykit.buffer.draw import checked_batch_size
 from replaykit.buffer.edit import (
     ConditionalUpdateResult,
@@ -67,7 +66,7 @@ from replaykit.writers.writer import single_index
 
 
 @named_after
-class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
+class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
     """Rows in a storage, chosen by a sampler and placed by a writer.
 
     Args:
@@ -1620,77 +1619,9 @@ class ReplayBuffer(Uncompiled, Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         return tag_episodes(self, index, values, generation)
 
-    # -- data loaders -----------------------------------------------------------------------------
-
-    def dataloader(
-        self,
-        batch_size: int | None = None,
-        *,
-        workers: int = 0,
-        steps: int | None = None,
-        seed: int = 0,
-        rank: int | None = None,
-        world_size: int | None = None,
-        drop_last: bool = False,
-        pin_memory: bool | None = None,
-        multiprocessing_context: Any = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        timeout: float = 0,
-    ) -> BufferLoader[DataT]:
-        """Return a ``DataLoader`` whose worker processes make the batches.
-
-        The workers draw, read and transform batches. `BufferDataset` describes their draws and the
-        rows that they can read. ``docs/overlap.md`` compares workers with ``prefetch``.
-
-        Args:
-            batch_size: number of rows; None for the constructor's ``batch_size``.
-            workers: number of processes. With 0, this process makes each batch on request.
-            steps, seed, rank, world_size, drop_last: as for `BufferDataset`.
-            pin_memory: return batches in pinned memory if there is an accelerator; None for the
-                buffer's setting.
-            multiprocessing_context, prefetch_factor, persistent_workers, worker_init_fn, timeout:
-                as for ``DataLoader``. Persistent workers read the rows that were stored when they
-                started.
-
-        Raises:
-            TypeError, ValueError: as for `BufferDataset` and ``DataLoader``. Also if workers cannot
-                read the rows; the error gives the reason.
-            RuntimeError: no batch size is given, or spawned workers would have to copy the rows.
-                With ``workers`` but without ``shared=True``, the iteration raises the same error if
-                rows are written meanwhile.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4,
-            ...                   sampler=SamplerWithoutReplacement())
-            >>> _ = rb.extend(torch.arange(10))
-            >>> loader = rb.dataloader(seed=7)
-            >>> len(loader), sorted(torch.cat(list(loader)).tolist())
-            (3, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
-        """
-        dataset = BufferDataset(
-            self,
-            batch_size,
-            steps=steps,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-        )
+    def _pins(self, pin_memory: bool | None) -> bool:
         pinned = self._pin_memory if pin_memory is None else bool(pin_memory)
-        return BufferLoader(
-            dataset,
-            workers=workers,
-            pin_memory=pinned and self._target is None and torch.cuda.is_available(),
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-        )
+        return pinned and self._target is None
 
     # -- events -----------------------------------------------------------------------------------
 

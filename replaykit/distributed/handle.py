@@ -16,7 +16,7 @@ from replaykit._compat import is_tensordict
 from replaykit._ray import Carried
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
-from replaykit.buffer.dataloader import StreamLoading
+from replaykit.buffer.dataloader import Loading
 from replaykit.buffer.draw import check_iterable, checked_batch_size
 from replaykit.buffer.source import BufferHandle, Later, MemberFacts, RemoteRequest
 from replaykit.distributed.host import (
@@ -34,7 +34,7 @@ from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 
 
-class Handle(StreamLoading[DataT], BufferHandle):
+class Handle(Loading[DataT], BufferHandle):
     """A handle that requests batches from one or more servers.
 
     Subclasses send the requests. Worker processes of data loaders get a copy of the handle.

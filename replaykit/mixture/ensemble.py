@@ -21,10 +21,11 @@ from replaykit.buffer.components import (
     check_generator,
     checked_prefetch,
 )
-from replaykit.buffer.dataloader import StreamLoading
+from replaykit.buffer.dataloader import Loading
 from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.draw import check_iterable, checked_batch_size
 from replaykit.buffer.source import (
+    BatchStreams,
     BufferHandle,
     BufferSource,
     HandleSource,
@@ -47,7 +48,7 @@ from replaykit.transforms import Compose
 
 
 @named_after
-class ReplayBufferEnsemble(StreamLoading[DataT]):
+class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
     """Several buffers sampled as one. Members are buffers, data sets or ensembles.
 
     A batch of B rows has batch size ``[K, B // K]``. Its K parts of ``B // K`` rows each come from
