@@ -351,9 +351,9 @@ class ProcessRegistry(OpenFile):
         >>> from replaykit.recovery.locks import ProcessRegistry
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     member = ProcessRegistry(Path(folder) / "members")
-        ...     nobody = ProcessRegistry.nobody(Path(folder) / "members")
+        ...     unused = ProcessRegistry.is_unused(Path(folder) / "members")
         ...     member.drop()
-        ...     nobody, ProcessRegistry.nobody(Path(folder) / "members")
+        ...     unused, ProcessRegistry.is_unused(Path(folder) / "members")
         (False, True)
     """
 
@@ -365,7 +365,7 @@ class ProcessRegistry(OpenFile):
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     @staticmethod
-    def nobody(path: Path) -> bool:
+    def is_unused(path: Path) -> bool:
         """Return whether the file exists and no process uses its folder."""
         try:
             return not is_held(path)

@@ -635,7 +635,7 @@ def memory_folder() -> FilePath:
             old = time.time() - other.stat().st_mtime > _YOUNG
         except OSError:
             continue
-        if old and other != made and ProcessRegistry.nobody(other / "%shared" / MEMBERS):
+        if old and other != made and ProcessRegistry.is_unused(other / "%shared" / MEMBERS):
             shutil.rmtree(other, ignore_errors=True)
     return made
 
@@ -643,5 +643,5 @@ def memory_folder() -> FilePath:
 def _leave(members: ProcessRegistry, folder: FilePath, private: bool) -> None:
     """Remove a private folder if this process was its last user."""
     members.drop()
-    if private and ProcessRegistry.nobody(folder / "%shared" / MEMBERS):
+    if private and ProcessRegistry.is_unused(folder / "%shared" / MEMBERS):
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,20 +15,20 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 def test_registry_is_empty_after_the_last_member_leaves(tmp_path: Path) -> None:
     path = tmp_path / "members"
-    assert not ProcessRegistry.nobody(path), "there is no such folder to clear"
+    assert not ProcessRegistry.is_unused(path), "there is no such folder to clear"
     members = [ProcessRegistry(path) for _ in range(3)]
     for member in members:
-        assert not ProcessRegistry.nobody(path)
+        assert not ProcessRegistry.is_unused(path)
         member.drop()
         member.drop()
-    assert ProcessRegistry.nobody(path)
-    assert ProcessRegistry.nobody(path), "asking takes nothing"
+    assert ProcessRegistry.is_unused(path)
+    assert ProcessRegistry.is_unused(path), "asking takes nothing"
 
 
 def test_deleted_member_leaves_the_registry(tmp_path: Path) -> None:
     member = ProcessRegistry(tmp_path / "members")
     del member
-    assert ProcessRegistry.nobody(tmp_path / "members")
+    assert ProcessRegistry.is_unused(tmp_path / "members")
 
 
 @needs_fork
@@ -42,10 +42,10 @@ def test_killed_process_leaves_the_registry(tmp_path: Path) -> None:
         signal.pause()
         member.drop()
     os.read(hear, 5)
-    assert not ProcessRegistry.nobody(path)
+    assert not ProcessRegistry.is_unused(path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert ProcessRegistry.nobody(path)
+    assert ProcessRegistry.is_unused(path)
 
 
 @needs_fork
@@ -59,7 +59,7 @@ def test_forked_child_stays_registered_after_its_parent_leaves(tmp_path: Path) -
         os.read(waiting, 1)
         os._exit(0)
     member.drop()
-    assert not ProcessRegistry.nobody(path)
+    assert not ProcessRegistry.is_unused(path)
     os.close(leave)
     os.waitpid(child, 0)
-    assert ProcessRegistry.nobody(path)
+    assert ProcessRegistry.is_unused(path)

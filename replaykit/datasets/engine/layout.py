@@ -421,7 +421,7 @@ class Layout:
         """
         return SourceFacts(self.source_seed(name))
 
-    def beside(self, location: Location) -> dict[str, Any]:
+    def sidecar_facts(self, location: Location) -> dict[str, Any]:
         """Return information from files next to a source file as JSON values."""
         return {}
 

@@ -254,7 +254,7 @@ class _Scan:
                 for name, value in counted.items()
                 if isinstance(value, (str, int, float)) and name not in counters
             }
-        said = resolved.beside(location)
+        said = resolved.sidecar_facts(location)
         if said:
             self.about[index] = {**self.about.get(index, {}), **said}
         found = resolved.episodes.find(file, resolved, location, self.block_bytes)

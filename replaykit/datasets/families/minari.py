@@ -133,7 +133,7 @@ class MinariLayout(Layout):
         bounds = tuple(_bounds("actions", parsed_space(said.get("action_space", "null"), location)))
         return replace(self, decoders=tuple(decoders), bounds=bounds)
 
-    def beside(self, location: Location) -> dict[str, Any]:
+    def sidecar_facts(self, location: Location) -> dict[str, Any]:
         """Return the data set's names from the metadata file, and the hash of that file."""
         return _metadata(location).facts("dataset_id", "minari_version", "algorithm_name")
 

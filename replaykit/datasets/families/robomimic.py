@@ -557,7 +557,7 @@ class ManiSkillLayout(Layout):
         rest = [entry for entry in self.fields if entry.source not in ("obs", "env_states/")]
         return replace(self, fields=(states, *rest))
 
-    def beside(self, location: Location) -> dict[str, Any]:
+    def sidecar_facts(self, location: Location) -> dict[str, Any]:
         """Return the entries of the JSON file that hold for all trajectories."""
         found = _sidecar(location)
         if found is None:
