@@ -1,6 +1,6 @@
 // Commits a write of a few rows as a whole. The old bytes are first written to a journal. Then
-// numbers are stored that determine how many rows count. `Journal.save`, `Home.set` and
-// `States.commit` of `replaykit/recovery` do the same for writes of any size, in the same format.
+// numbers are stored that determine how many rows count. `Journal.save`,
+// `RecoveryFolder.set` and `States.commit` of `replaykit/recovery` do the same for writes of any size, in the same format.
 // The memory belongs to mapped files, so it survives if the process is killed between two stores.
 // Recovery relies on the order of the stores. The caller holds the lock of the writer.
 #pragma once
