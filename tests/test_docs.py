@@ -15,7 +15,7 @@ import torch
 
 import replaykit
 from replaykit.testing import RoboHiveWriter, make_trial
-from tests.rooms import SITE_FOLDERS, pages
+from tests.rooms import SITE_FOLDERS, core_files, modules, pages
 from tests.support import LoopbackHub
 
 ROOT = Path(__file__).parents[1]
@@ -177,11 +177,38 @@ def test_table_of_decisions_names_definitions_in_its_files() -> None:
         defined = set[str]()
         for file in re.findall(r"`([^`]+)`", files):
             for node in ast.parse(text_of(f"replaykit/{file}")).body:
-                if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                if isinstance(node, ast.AnnAssign):
+                    defined.add(ast.unparse(node.target))
+                elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                     inner = node.body if isinstance(node, ast.ClassDef) else []
                     methods = [each.name for each in inner if isinstance(each, ast.FunctionDef)]
                     defined |= {node.name, *(f"{node.name}.{method}" for method in methods)}
         assert set(re.findall(r"`([^`]+)`", names)) <= defined
+
+
+ROOM_PAGES = [page for page in PAGES if page.startswith("docs/rooms/")]
+CODE = [*core_files(), *(path for paths in modules().values() for path in paths)]
+BY_PATTERN = ("_version", "__", "bindings", "tree")
+FILES = [p.name for d in ("csrc", "docs", "replaykit", "tests") for p in (ROOT / d).rglob("*.*")]
+FILES += [path.name for path in ROOT.glob("*/*")] + [path.name for path in ROOT.glob("*.*")]
+WRITTEN = {"manifest.json", "meta.json", "sharing.json", "features.json"}
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md", *ROOM_PAGES])
+def test_pages_for_maintainers_name_files_and_code_that_exist(page: str) -> None:
+    named = set(re.findall(r"`([\w./]+)(?:\(\))?`", text_of(page)))
+    paths = {name for name in named if re.search(r"\.(py|h|cpp|md|json|txt)$", name)}
+    assert {name for name in paths if name.rpartition("/")[2] not in WRITTEN.union(FILES)} == set()
+    code = "".join(path.read_text("utf-8") for path in [*CODE, *ROOT.glob("tests/*.py")])
+    known = {"max_task_retries", *re.findall(r"\w+", code), *(Path(name).stem for name in FILES)}
+    words = {word for name in named - paths for word in re.findall(r"[a-zA-Z_]\w+", name)}
+    assert words - known == set()
+
+
+def test_pages_of_rooms_list_every_file() -> None:
+    text = "".join(map(text_of, ["docs/design.md", *ROOM_PAGES]))
+    names = {path.name for path in CODE if not path.name.startswith(BY_PATTERN)}
+    assert {name for name in names if name not in text} == set()
 
 
 def test_every_guarantee_names_an_existing_test() -> None:
