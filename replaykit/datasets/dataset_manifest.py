@@ -283,7 +283,7 @@ class Manifest:
         if entry.get("format_version") not in _VERSIONS:
             raise ValueError(
                 f"has format version {entry.get('format_version')!r:.20}, this version of "
-                f"replaykit reads {FORMAT_VERSION}"
+                f"replaykit reads 1 to {FORMAT_VERSION}"
             )
         try:
             return decode_state(cls, entry, "its entries")
