@@ -704,7 +704,7 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             lane: a stream, or several, named by their values of the lane key; None for all.
 
         Raises:
-            IndexError: a stream has no stored rows.
+            IndexError: a stream has no stored rows, and the writer's ``lanes`` do not name it.
             ValueError: ``n`` is negative, a stream is named twice, or single rows of the storage
                 cannot be removed.
 
@@ -745,8 +745,9 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             The rows; None after ``close`` or ``shutdown``, until ``reopen``.
 
         Raises:
-            NotEnoughData, IndexError: with ``timeout=0``, a stream has too few rows, or none.
+            NotEnoughData: with ``timeout=0``, a stream has too few rows, or none.
             TimeoutError: the rows did not come in time.
+            IndexError: there is no such lane, or the ``lanes`` of the LaneWriter do not name it.
             ValueError: ``n`` exceeds the rows of a stream, or a stream is named twice; or the
                 sampler uses rows up.
             RuntimeError: the storage has no tensors, or rows of streams were placed by hand.

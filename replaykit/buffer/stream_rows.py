@@ -85,6 +85,21 @@ def _streams(buffer: ReplayBuffer, storage: Any, name: str) -> EpisodeIndex | No
     return stream_index(storage, name) if storage.initialized else None
 
 
+def _checked_lanes(buffer: ReplayBuffer, lane: Any) -> Array | None:
+    """Return the declared streams that a call names; None if the writer declares none.
+
+    Raises:
+        IndexError: a stream is not declared.
+    """
+    declared = getattr(buffer._writer, "lanes", None)
+    if declared is None or lane is None:
+        return declared
+    named = np.atleast_1d(np.asarray(lane))
+    if not np.isin(named, declared).all():
+        raise IndexError(f"expected some of the streams {declared.tolist()}, got {named.tolist()}")
+    return named
+
+
 def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name: str) -> int:
     """Remove up to ``count`` of the oldest rows of each stream; None for all rows."""
     if count is not None:
@@ -95,6 +110,8 @@ def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name:
         if index is None or not len(storage):
             return 0
         rewind(buffer)
+        if (declared := _checked_lanes(buffer, lane)) is not None:  # some may have no rows yet
+            lane = declared[index.pool.known(declared.tolist())]
         lanes = named_lanes(storage, index, lane)
         sizes = index.sizes()[lanes]
         counts = sizes if count is None else np.minimum(sizes, count)
@@ -171,7 +188,7 @@ def take_rows(buffer: ReplayBuffer, n: int, lanes: Any, timeout: float | None) -
                 return None
             try:
                 found = _take(buffer, n, lanes)
-            except (NotEnoughData, IndexError):
+            except NotEnoughData:
                 if timeout == 0:
                     raise
             else:
@@ -208,11 +225,16 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         limit = getattr(writer, "length", storage.ledger.slots)
         if n > limit:
             raise ValueError(f"expected n of at most {limit} rows of a stream, got {n}")
+        declared = _checked_lanes(buffer, lane)
         if not len(storage):
             raise NotEnoughData(f"expected {n} rows of each stream, got an empty storage")
-        lane = getattr(writer, "lanes", None) if lane is None else lane
         queues = _queues(buffer, storage, "take()")
-        chosen = queues.named(lane)
+        try:
+            chosen = queues.named(lane if declared is None else declared)
+        except IndexError as error:
+            if storage.lane_key is None:
+                raise
+            raise NotEnoughData(f"{n} rows of each stream: {error}") from None
         first = queues.taken(chosen)
         left = queues.sizes[chosen] - first
         if not len(chosen) or (left < n).any():

@@ -232,6 +232,16 @@ def test_streams_without_rows_left_are_left_out(writer: Any) -> None:
     assert rb.drain(aligned=True)["x"].tolist() == [[1]]
 
 
+def test_a_named_stream_without_rows_is_empty_and_an_unknown_one_an_error() -> None:
+    rb, grid = make("streams", lanes=range(3)), make("grid")
+    rb.extend(rows([0], 0, 2))
+    grid.extend(rows([0, 1], 0, 2).reshape(2, 2))
+    refuses(NotEnoughData, "rows, got 1", rb.take, 1, [0, 1])
+    assert (rb.remove_oldest(1, lane=[0, 1]), rb.empty(lane=2), len(rb)) == (1, None, 1)
+    refuses(IndexError, r"streams \[0, 1, 2\], got \[0, 9\]", rb.take, 1, [0, 9], timeout=60)
+    refuses(IndexError, r"lanes in \[0, 2\), got \[9\]", grid.take, 1, [9], timeout=60)
+
+
 @pytest.fixture
 def processes() -> Iterator[list[Any]]:
     started: list[Any] = []
