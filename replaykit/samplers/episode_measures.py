@@ -39,8 +39,8 @@ class Coverage:
     Args:
         alpha: strength of the preference, at least 0. With 0, only ``base`` counts.
         base: the measure without the preference; see ``SliceSampler(measure=)``.
-        live: if True, each draw follows the counts. If ``False``, a draw uses the counts of the
-            time when rows were written last.
+        live: if True, each draw follows the counts. If ``False``, a draw uses the counts before
+            the last change of the stored episodes.
 
     Cost: O(K log J) for K windows of J episodes; after a write, O(J) once.
 
@@ -135,7 +135,9 @@ class EpisodeMasses(Anchors):
         mass = self._mass
         if self._coverage is not None:
             self._seen = self.tags.drawn
-            weight = 1.0 + self.tags.draws(self.data.id)
+            ids, tags = self.data.id, self.tags
+            counts = tags.draws(ids) if self._coverage.live else tags.counted(ids, self.index)
+            weight = 1.0 + counts
             native.core.power(weight, -self._coverage.alpha)  # as ``count_draw`` does
             mass = mass * weight
         if len(mass):

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-DRAWS = "draws"
-"""Name of the column that counts draws. Only samplers write it."""
+DRAWS, COUNTED = "draws", "counted draws"
+"""Names of the columns of draws: until now, and until the last change of the episodes.
+
+Only samplers write them.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,12 @@ class EpisodeTags:
         self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
         self._packed = 0, np.zeros(0, np.int64)  # the result of ``packed`` and its ``number``
+        self._counted_at = -1  # the version of the index that `COUNTED` belongs to
 
     @property
     def names(self) -> list[str]:
         """The names of the tags."""
-        return [name for name in self._columns if name != DRAWS]
+        return [name for name in self._columns if name not in (DRAWS, COUNTED)]
 
     def get(self, name: str, ids: Array) -> torch.Tensor:
         """Return the values of episodes ``[K, *F]``. Raises KeyError for an unknown tag."""
@@ -112,7 +116,7 @@ class EpisodeTags:
         """Return a tensor ``[count, *F]`` for each tag; raise as ``set`` does."""
         given = {}
         for name, value in values.items():
-            if not isinstance(name, str) or name == DRAWS:
+            if not isinstance(name, str) or name in (DRAWS, COUNTED):
                 raise ValueError(f"expected another name of a tag than {name!r}")
             tensor = torch.as_tensor(value, device="cpu").detach()
             if not isinstance(value, torch.Tensor) or not tensor.ndim:
@@ -176,6 +180,13 @@ class EpisodeTags:
             return np.zeros(len(ids), np.int64)
         return self.get(DRAWS, ids).numpy()
 
+    def counted(self, ids: Array, index: EpisodeIndex) -> Array:
+        """Return the draws of episodes before the last change of the stored ones, int64 ``[K]``."""
+        if self._counted_at != index.version:
+            self._columns[COUNTED] = torch.from_numpy(self.draws_by_place().copy())
+            self._counted_at = index.version
+        return self.get(COUNTED, ids).numpy()
+
     def _column(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name not in self._columns:
             shape = (len(self._ids), *like.shape[1:])
@@ -195,7 +206,9 @@ class EpisodeTags:
         ids = index.ids(table.first, table.lane)
         known = np.isin(ids, self._ids)
         element = index.element(table.last[known], table.lane[known])
-        columns = {name: self.get(name, ids[known]) for name in self._columns}
+        late = self._counted_at != index.version
+        names = [name for name in self._columns if not (late and name == COUNTED)]
+        columns = {name: self.get(name, ids[known]) for name in names}
         return {"element": torch.from_numpy(element), "columns": columns}
 
     def load(self, element: Array, columns: Mapping[str, Any], index: EpisodeIndex) -> None:
@@ -205,6 +218,7 @@ class EpisodeTags:
         self._ids = ids[order]
         at = torch.from_numpy(order)
         self._columns = {name: column[at].clone() for name, column in columns.items()}
+        self._counted_at = index.version if COUNTED in columns else -1
         self.number += 1
         self.layout += 1
         self.edited = False
@@ -248,8 +262,8 @@ class EpisodeTags:
             if len(ids) != rows or len(kinds) != len(parts):
                 raise ValueError(f"expected tags {kinds} of {rows} episodes, got {len(ids)}")
         every = np.union1d(self._ids, ids)
-        at, draws = np.searchsorted(every, ids), torch.from_numpy(self.draws(every))
-        columns = {DRAWS: draws} if DRAWS in self._columns else {}
+        at, kept = np.searchsorted(every, ids), {DRAWS, COUNTED} & self._columns.keys()
+        columns = {name: self.get(name, every) for name in kept}
         for (name, dtype, shape), part in zip(kinds, parts, strict=True):
             values = torch.from_numpy(part).view(getattr(torch, dtype)).view(len(ids), *shape)
             columns[name] = values.new_zeros(len(every), *shape)

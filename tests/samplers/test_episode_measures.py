@@ -99,16 +99,20 @@ def test_the_law_follows_each_draw(kernel: str, monkeypatch: pytest.MonkeyPatch)
     assert chi_square_p([found[k] for k in law], [800 * p for p in law.values()]) > 1e-3
 
 
-def test_counts_are_saved_and_only_delivered_draws_count(tmp_path: Path) -> None:
-    options: Any = {"batch": 6, "measure": Coverage(1.0)}
+@pytest.mark.parametrize("live", [True, False])
+def test_counts_are_saved_and_only_delivered_draws_count(live: bool, tmp_path: Path) -> None:
+    measure = Coverage(1.0, live=live)
+    options: Any = {"batch": 6, "measure": measure}
     rb = make([3, 9, 5], **options)
     ahead = ReplayBuffer(
-        storage=LazyTensorStorage(34), sampler=SliceSampler(slice_len=3, measure=Coverage(1.0)),
+        storage=LazyTensorStorage(34), sampler=SliceSampler(slice_len=3, measure=measure),
         batch_size=6, prefetch=3, generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     write(ahead, {0: 3, 1: 9, 2: 5})
-    for _ in range(20):
+    for step in range(20):
         assert starts(rb) == starts(ahead)
+        if step == 10:
+            rb.tag(torch.tensor([0]), {"task": 1})  # no other episodes
     for buffer in (rb, ahead):
         buffer.dumps(tmp_path)
         other = make([4], 34, seed=9, **options)
