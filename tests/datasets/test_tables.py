@@ -192,9 +192,15 @@ def test_policies_of_tables(source: Path, tmp_path: Path) -> None:
         convert(source, memory(), tmp_path / "data", policies=Policies(constant="drop"))
     with pytest.raises(ValueError, match="exclude: 'nothing' matches nothing"):
         convert(source, memory(), tmp_path / "data", policies=Policies(exclude=["nothing"]))
-    policies = Policies(casts={"float64": "float32"})
-    with pytest.raises(CorpusError, match=r"overflows float32 \[V10\]"):
-        convert(source, memory(of={STATE: spoil(0, 1e300)}), tmp_path / "data", policies=policies)
+    for value, dtype in ((1e300, "float32"), (-1.0, "uint8"), (0.5, "int64"), (np.nan, "int32")):
+        policies = Policies(casts={"float64": dtype}, exclude=[("next", "observation")])
+        layout = memory()
+        layout.columns_of[STATE] = wholes = np.full((sum(LENGTHS), 2), 255.0)
+        data = convert(source, layout, tmp_path / dtype, policies=policies)
+        assert (data[:][STATE] == 255).all()
+        wholes[4] = value
+        with pytest.raises(CorpusError, match=rf"part 1.*does not fit {dtype} \[V10\]"):
+            convert(source, layout, tmp_path / "data", policies=policies)
     with pytest.raises(TypeError, match="expected a layout"):
         convert(source, None, tmp_path / "data")
 

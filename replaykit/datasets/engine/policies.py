@@ -65,7 +65,8 @@ class Policies:
         extra: datasets without a field in the layout. ``"drop"`` drops and reports them.
             ``"error"`` refuses the file.
         casts: the dtypes to store, by NumPy dtype of the source, such as ``{"float64":
-            "float32"}``. A value that becomes infinite is an error.
+            "float32"}``. A value that becomes infinite, or is no value of an integer dtype,
+            breaks a rule (V10).
         constant: info columns in which all rows are equal. ``"drop"`` removes them, and stores
             their value in the manifest. A column is kept and reported if its value has more than
             4,096 numbers, or is not finite.

@@ -131,7 +131,7 @@ class Storing:
         real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
         with np.errstate(over="ignore", invalid="ignore"):
             values = real.astype(leaf.stored)
-        lost = _lost(block, values)
+        lost = lost_numbers(block, values)
         if lost.any():
             bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
             at = self._stretch.location_at(bad, leaf.path)
@@ -140,7 +140,7 @@ class Storing:
         return values
 
 
-def _lost(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def lost_numbers(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return a mask of the numbers that a cast changed by more than rounding."""
     found, made = block.dtype.kind, values.dtype.kind
     if found not in "biufc":

@@ -30,6 +30,7 @@ from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
 from replaykit.datasets.engine.conversion_report import Converted, duplicates, record_of
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.row_writer import lost_numbers
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
@@ -263,7 +264,7 @@ class _Writer:
         dtype = self._dtypes[key]
         stored = values
         if dtype != values.dtype:
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 stored = values.astype(dtype)
         if key in self._images:
             stored = self._images[key].append(values)
@@ -299,12 +300,12 @@ class _Writer:
             known = np.nan_to_num(self._returns[low:high])
             self._returns[low:high] = np.where(np.isnan(self._returns[low:high]), 0, known) + sums
         is_whole = of.nan == 0 and np.isfinite([of.least, of.largest]).all() if of.count else False
-        if stored.dtype.kind not in "fc" or is_whole:
-            return
-        flat, before = stored.reshape(len(stored), -1), values.reshape(len(values), -1)
-        overflowed = (np.isinf(flat) & np.isfinite(before)).any(1)
-        self._checks.fail(overflowed, start, key, f"overflows {stored.dtype}", "V10")
-        self._checks.check_finite(key, stored, start)
+        is_float = stored.dtype.kind in "fc"
+        if stored.dtype != values.dtype and not (is_float and is_whole):
+            lost = lost_numbers(values, stored).reshape(len(values), -1).any(1)
+            self._checks.fail(lost, start, key, f"a value does not fit {stored.dtype}", "V10")
+        if is_float and not is_whole:
+            self._checks.check_finite(key, stored, start)
 
     def _write_flags(self) -> None:
         # An episode that no flag ends is cut, which is a truncation.
