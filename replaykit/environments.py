@@ -369,7 +369,7 @@ def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
     if is_tensordict(value) or isinstance(value, Mapping):
         fields = dict(value.items())
         for name in fields:
-            expect(name, str, f"key {_at(path)}: names as strings")
+            expect(name, str, f"the names at key {_at(path)} as strings")
     elif isinstance(value, tuple):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         fields = dict(zip(names, value, strict=True))
@@ -405,7 +405,8 @@ def _one_each(value: Any, batch: torch.Size, name: str) -> torch.Tensor:
     if tensor.shape not in (batch, (*batch, 1)):
         hint = "; pass batch_size= for several rows" if not batch and tensor.ndim else ""
         raise ValueError(
-            f"expected {name} {list(batch)} or {[*batch, 1]}, got {list(tensor.shape)}{hint}"
+            f"expected one {name} per row, of shape {list(batch)} or {[*batch, 1]}, got "
+            f"{list(tensor.shape)}{hint}"
         )
     return tensor.reshape(*batch, 1)
 
@@ -510,7 +511,7 @@ class EpisodeAssembler:
         self._lane_key = getattr(getattr(sink, "storage", None), "lane_key", None)
         if visible == "partial" and (self._lane_key is None or min_length is not None):
             raise ValueError(
-                "visible='partial': expected a storage with lane_key, and no min_length"
+                "expected a storage with lane_key, and no min_length, with visible='partial'"
             )
         self.min_length: int = read_value(
             Count, _whole_slice(sink) if min_length is None else min_length, "min_length"
@@ -559,7 +560,8 @@ class EpisodeAssembler:
                 )
             elif known.action is None:
                 raise ValueError(
-                    f"{identity!r}: expected respond() before the next event, got {sorted(event)}"
+                    f"identity {identity!r}: expected respond() before the next event, got "
+                    f"{sorted(event)}"
                 )
             else:
                 if not {"observation", "reward"} <= set(event) <= _KEYS:
@@ -647,7 +649,7 @@ class EpisodeAssembler:
     def _with_lane(self, identity: Any, row: TensorDict) -> TensorDict:
         if type(identity) is not int:
             raise ValueError(
-                f"expected identity as an int with visible='partial', got {identity!r}"
+                f"expected an int as identity with visible='partial', got {identity!r}"
             )
         return row.copy().set(self._lane_key, torch.tensor(identity))
 

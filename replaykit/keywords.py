@@ -197,7 +197,7 @@ def expect(value: Any, kind: Any, what: str, error: type[Exception] = TypeError)
     """Return a value that is an instance of a class, of a union, or of one class of a tuple.
 
     Args:
-        what: name and kind of the value, such as "size as an int" or "size: an int".
+        what: name and kind of the value, as the error has them after "expected".
 
     Raises:
         TypeError: or ``error``, with the class of another value, and a plain value itself.
@@ -209,8 +209,7 @@ def expect(value: Any, kind: Any, what: str, error: type[Exception] = TypeError)
         TypeError: expected size as an int or None, got str '3'
     """
     if not isinstance(value, kind):
-        name, colon, what = what.rpartition(": ")
-        raise error(f"{name}{colon}expected {what}, got {kind_of(value)}")
+        raise error(f"expected {what}, got {kind_of(value)}")
     return value
 
 

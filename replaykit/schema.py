@@ -201,7 +201,8 @@ def _merged(mine: Node, other: Node, path: Path) -> Node:
     new = [(part, _added(child)) for part, child in other.children if part not in known]
     if new and mine.kind not in ("tensordict", "mapping"):
         raise SchemaError(
-            f"key {_at((*path, new[0][0]))}: expected no such key: a {_kind(mine)} has fixed fields"
+            f"key {_at((*path, new[0][0]))}: expected no such key, since the fields of a "
+            f"{_kind(mine)} are fixed"
         )
     for part, child in new:
         for inner, leaf in leaf_paths(child, (*path, part)):
@@ -369,7 +370,8 @@ def _exchange(data: Any, time_dim: int, single: bool) -> Any:
             data, dims = data.unsqueeze(time_dim), dims + 1
         if dims <= time_dim:
             raise SchemaError(
-                f"expected time in batch dimension {time_dim}, got {list(data.shape)}"
+                f"expected time along batch dimension {time_dim}, got batch shape "
+                f"{list(data.shape)}"
             )
         return data.transpose(0, time_dim)
     if (numbers := from_numbers(data)) is not None:
@@ -399,7 +401,9 @@ def _common_batch(leaves: dict[Path, torch.Tensor], ndim: int) -> torch.Size:
     shapes = {leaf.shape[:ndim] for leaf in leaves.values()}
     if len(shapes) > 1:
         found = ", ".join(f"{_at(path)}: {list(leaf.shape)}" for path, leaf in leaves.items())
-        raise SchemaError(f"expected tensors that share the first {ndim} dimension(s), got {found}")
+        raise SchemaError(
+            f"expected all tensors to share the first {ndim} dimension(s), got {found}"
+        )
     return shapes.pop()
 
 

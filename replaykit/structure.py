@@ -235,7 +235,8 @@ def _get(data: Any, part: str, path: Path) -> Any:
         return data.get(part)
     except RuntimeError as error:
         raise SchemaError(
-            f"key {_at((*path, part))}: expected rows of one shape, got a lazy stack ({error})"
+            f"key {_at((*path, part))}: expected rows of one shape, got a lazy stack whose rows "
+            f"differ ({error})"
         ) from None
 
 
@@ -265,7 +266,7 @@ def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
         return torch.from_numpy(data if plain else data.copy())
     except (TypeError, ValueError):
         raise TypeError(
-            f"key {_at(path)}: expected an array of numbers, got {data.dtype}"
+            f"key {_at(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
         ) from None
 
 
@@ -291,7 +292,9 @@ def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
             return torch.tensor(data, device="cpu")
         array = np.asarray(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise SchemaError(f"key {_at(path)}: expected numbers of one shape ({error})") from None
+        raise SchemaError(
+            f"key {_at(path)}: expected numbers of one shape that torch can hold ({error})"
+        ) from None
     return from_numpy(array, path)
 
 
@@ -448,7 +451,8 @@ def _class_of(kind: str, name: object) -> type:
     )
     if not isinstance(target, type) or not accepted:
         raise ValueError(
-            f"the class {qualname!r} is not loaded; first import its module {module_name!r}"
+            f"the class {qualname!r} of module {module_name!r} is not loaded; "
+            "import the module that defines it first"
         )
     return target
 

@@ -81,7 +81,7 @@ def split_items(
 
     Raise an error if items do not match, or have the key that will be ``added``.
     """
-    expect(items, (list, tuple), "items: a list of TensorDicts")
+    expect(items, (list, tuple), "items as a list of TensorDicts")
     if not items:
         raise ValueError("items: expected at least one TensorDict, got none")
     node: Node | None = None
@@ -100,7 +100,7 @@ def split_items(
 
 
 def check_rows(data: Any, name: str, shortest: int = 0) -> None:
-    expect(data, TensorDictBase, f"{name}: a TensorDict")
+    expect(data, TensorDictBase, f"{name} as a TensorDict")
     if data.batch_dims != 1:
         raise ValueError(f"{name}: expected batch size [n], got {list(data.batch_size)}")
     if data.batch_size[0] < shortest:
@@ -132,7 +132,9 @@ def _described(leaf: torch.Tensor) -> str:
 
 def refuse_own(leaves: Mapping[Path, Any], key: Key, name: str) -> None:
     if any(path[: len(key)] == key for path in leaves):
-        raise ValueError(f"{name}: the new key {format_key(key)} exists; rename or drop it")
+        raise ValueError(
+            f"{name}: expected no key {format_key(key)}, which is to be added; rename or drop it"
+        )
 
 
 _LENGTHS: Final[Key] = ("lengths",)
@@ -282,7 +284,7 @@ def _pad_values(given: Any, leaves: Mapping[Path, torch.Tensor]) -> dict[Path, A
 
 def _as_value(value: Any, path: Path, dtype: torch.dtype) -> Any:
     """Return a pad value that a tensor of ``dtype`` can hold."""
-    expect(value, (bool, int, float, complex), "pad_value: a number or a dict of them")
+    expect(value, (bool, int, float, complex), "pad_value as a number or a dict of them")
     fits = True
     if dtype is torch.bool:
         fits = value in (0, 1)
@@ -332,7 +334,7 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
 
 
 def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
-    expect(given, (list, tuple, type(None)), "end_keys: a list of keys")
+    expect(given, (list, tuple, type(None)), "end_keys as a list of keys")
     if given is None:
         keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
     else:
@@ -359,7 +361,7 @@ def _id_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
 
 def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tensor]:
     for key, value in found.items():
-        text = f"{argument}: {format_key(key)}: a tensor (a tuple is one nested key)"
+        text = f"{argument} {format_key(key)} as a tensor (a tuple is one nested key)"
         expect(value, torch.Tensor, text, ValueError)
     return found
 
@@ -483,7 +485,7 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
         node, tables, lengths = split_items(data, None, shortest=0)
         rows = {path: torch.cat([table[path] for table in tables]) for path in tables[0]}
         return build(node, rows, torch.Size([sum(lengths)]), data[0].device)
-    expect(data, TensorDictBase, "data: a TensorDict [E, T] or a list of them [n]")
+    expect(data, TensorDictBase, "data as a TensorDict [E, T] or a list of them [n]")
     if data.batch_dims != 2:
         raise ValueError(f"data: expected batch size [E, T], got {list(data.batch_size)}")
     path = unravel(mask_key)
@@ -495,7 +497,8 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
         raise ValueError(f"mask {format_key(path)}: expected bool, got {kind}")
     if mask.shape != data.batch_size:
         raise ValueError(
-            f"mask {format_key(path)}: expected {list(data.batch_size)}, got {list(mask.shape)}"
+            f"mask {format_key(path)}: expected shape {list(data.batch_size)}, "
+            f"got {list(mask.shape)}"
         )
     dropped = {path} if ids_key is None else {path, unravel(ids_key)}
     node, leaves = flatten(data, 2, Rules(drop=frozenset(dropped)))

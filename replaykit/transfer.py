@@ -225,7 +225,7 @@ def device_named(device: Any) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"expected a device that torch has here, got {device!r}: {reason}"
+            f"expected a device that torch can use here, got {device!r}: {reason}"
         ) from None
 
 

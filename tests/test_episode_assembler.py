@@ -184,5 +184,5 @@ def test_invalid_options_are_refused(options: dict[str, Any], error: type[Except
 
 def test_partial_rows_need_numbers_as_identities() -> None:
     assembler = EpisodeAssembler(buffer(lane_key="env"), visible="partial")
-    with pytest.raises(ValueError, match="identity as an int"):
+    with pytest.raises(ValueError, match="an int as identity"):
         run(assembler, "a", 1)

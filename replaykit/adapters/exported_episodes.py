@@ -304,14 +304,18 @@ class ExportSource:
             return
         shape = getattr(space, "shape", None)
         if shape is None:
-            raise SchemaError(f"key {format_key(key)}: expected a space of one shape, got {space}")
+            raise SchemaError(
+                f"key {format_key(key)}: expected a space with a fixed shape, got "
+                f"{type(space).__name__}"
+            )
         if key not in self.leaves:
             raise self._missing(key)
         leaf = self.leaves[key].shape
         # A value without dimensions has one of size 1 in a row.
         if tuple(leaf) != (tuple(shape) or (1,)) and not (tuple(shape) == () and not leaf):
             raise SchemaError(
-                f"key {format_key(key)}: expected {list(shape)} as its space, got {list(leaf)}"
+                f"key {format_key(key)}: expected the shape {list(shape)} of its space, got "
+                f"{list(leaf)}"
             )
 
     def parts(self, space: Any, key: Key) -> list[tuple[str, Any, Key]] | None:

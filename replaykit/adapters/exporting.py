@@ -101,7 +101,9 @@ def to_minari(
         ) from error
     match = _MINARI_ID.fullmatch(dataset_id) if isinstance(dataset_id, str) else None
     if match is None:
-        raise ValueError(f"expected dataset_id as [namespace/]name-v0, got {dataset_id!r}")
+        raise ValueError(
+            f"expected dataset_id as 'name-v0' or 'namespace/name-v0', got {dataset_id!r}"
+        )
     source = ExportSource(data, "Minari")
     spec, spaces = _spaces_of(env, observation_space, action_space)
     for root, space in zip((OBSERVATION, ACTION), spaces, strict=True):
@@ -195,7 +197,10 @@ def to_d3rlpy(
     source = ExportSource(data, "d3rlpy")
     action = source.only_leaf(ACTION)
     if len(action.shape) > 1:
-        raise SchemaError(f"'action': expected vectors or numbers, got {list(action.shape)}")
+        raise SchemaError(
+            f"key 'action': expected vectors or numbers for d3rlpy, got the shape "
+            f"{list(action.shape)}"
+        )
     if discrete is None:
         discrete = not (action.dtype.is_floating_point or action.dtype.is_complex)
     episodes = []
@@ -343,7 +348,9 @@ def _masks(filters: Mapping[str, Sequence[int]], count: int) -> dict[str, Array]
     for name, positions in filters.items():
         bad = [n for n in positions if type(n) is not int or not 0 <= n < count]
         if bad:
-            raise ValueError(f"filters[{name!r}]: expected {count} episodes, got {bad[0]!r}")
+            raise ValueError(
+                f"filters[{name!r}]: expected positions of {count} episodes, got {bad[0]!r}"
+            )
         found[name] = np.array([f"demo_{n}" for n in positions], "S")
     return found
 
@@ -359,7 +366,9 @@ def _spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any
     given = (observation_space, action_space)
     if env is None:
         if None in given:
-            raise ValueError("expected env=, or observation_space= and action_space=; got neither")
+            raise ValueError(
+                "expected env=, or both observation_space= and action_space=, which Minari stores"
+            )
         return None, given
     spec = gymnasium.spec(env) if isinstance(env, str) else env
     is_spec = isinstance(spec, EnvSpec)

@@ -533,7 +533,7 @@ class _SpaceValues:
             except (LookupError, TypeError):
                 key = (*self._root, *map(str, path[:done]))
                 raise SchemaError(
-                    f"key {format_key(key)}: expected a value of its space, got none"
+                    f"key {format_key(key)}: expected a value, as in its space, got none"
                 ) from None
         return value
 

@@ -190,7 +190,8 @@ class RecordingFolder:
             self._lock = Exclusive(path / _LOCK)
         except BlockingIOError:
             raise RuntimeError(
-                f"{path} is in use by another recording; close that one first, or give another path"
+                f"{path} is in use: another process or object records to it; close that one first, "
+                "or give another path"
             ) from None
         try:
             found = self._check(header)  # another process may have begun before the lock was held

@@ -110,7 +110,8 @@ def to_rlds(
             message = _example({f"steps/{name}": part.data for name, part in parts.items()})
             if len(message) > _RECORD_BYTES:
                 raise ValueError(
-                    f"episode {number}: expected less than 2 GiB, got {len(message):,} bytes"
+                    f"episode {number}: expected less than 2 GiB for RLDS, got {len(message):,} "
+                    "bytes"
                 )
             files.write(message)
             steps = steps or {name: part.feature for name, part in parts.items()}

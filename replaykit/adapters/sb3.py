@@ -192,7 +192,7 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 )
         if recover and storage == "memory":
             raise ValueError(
-                "recover=True: expected storage= as a folder for the rows, got 'memory'"
+                "recover=True: expected storage= with the folder of the rows, got 'memory'"
             )
         self.n_steps, self.prioritized = n_steps, prioritized
         self.gamma = 1.0 if gamma is None else gamma  # a single reward is not discounted
@@ -517,7 +517,10 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
         if not isinstance(strategy, GoalSelectionStrategy):
             one_of("goal_selection_strategy", goal_selection_strategy, sorted(KEY_TO_GOAL_STRATEGY))
         if copy_info_dict and recover:
-            raise ValueError("copy_info_dict=True: expected recover=False, as infos are not saved")
+            raise ValueError(
+                "copy_info_dict=True: expected recover=False, got True; infos do not outlive the "
+                "process"
+            )
         super().__init__(
             buffer_size,
             observation_space,
@@ -570,7 +573,9 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             RuntimeError: the buffer has no environment.
         """
         if self.env is None:
-            raise RuntimeError("expected an environment with rewards, got none; call set_env(env)")
+            raise RuntimeError(
+                "expected an environment that computes rewards, got none; call set_env(env)"
+            )
         position, envs = self._ended_rows().draw(batch_size)
         fresh = int(self.her_ratio * batch_size)
         order = np.roll(np.arange(batch_size), -fresh)

@@ -121,7 +121,7 @@ def to_zarr(
                 ends.append(rows.count + (ends[-1] if ends else 0))
             if ends[-1] != total:
                 raise RuntimeError(
-                    f"{target} was not made: rows changed from {total} to {ends[-1]}"
+                    f"{target} was not made: the data changed from {total} to {ends[-1]} rows"
                 )
             for column in pending.values():
                 column.finish()

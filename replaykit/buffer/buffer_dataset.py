@@ -242,11 +242,13 @@ class BufferDataset(IterableDataset):
         passes = sampler.passes
         if passes and steps is not None:
             raise ValueError(
-                f"{type(sampler).__name__} draws passes: expected steps=None, got {steps}"
+                f"expected steps=None with {type(sampler).__name__}, whose pass is an "
+                f"iteration, got {steps}"
             )
         if drop_last and not passes:
             raise ValueError(
-                f"drop_last: expected a sampler that draws in passes, got {type(sampler).__name__}"
+                "expected drop_last with a sampler that draws the rows in passes, got "
+                f"{type(sampler).__name__}"
             )
         if batch_size is not None:
             self.batch_size = checked_batch_size(batch_size)
@@ -494,14 +496,19 @@ def check_loaded(buffer: Any) -> None:
         buffer._check_loader()
         return
     if not hasattr(buffer, "_sample_unit"):
-        raise TypeError(f"expected a buffer, an ensemble or a handle, got {type(buffer).__name__}")
+        raise TypeError(
+            f"expected a ReplayBuffer, an ensemble or a handle, got {type(buffer).__name__}"
+        )
     if buffer.sampler.consumes:
         raise ValueError(
             "expected a sampler whose draws leave the buffer unchanged, got "
             f"{type(buffer.sampler).__name__}, which uses rows up"
         )
     if buffer._pace is not None:
-        raise ValueError("expected a buffer without rate_limiter, which counts no draws of workers")
+        raise ValueError(
+            "expected a buffer without rate_limiter: it would not count the samples that workers "
+            "draw"
+        )
 
 
 def stream_seed(*numbers: int) -> int:

@@ -14,7 +14,7 @@ from replaykit._compat import arange
 from replaykit.buffer.draw import drop_draws, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.declared import Count, read_value
-from replaykit.keywords import expect, kind_of, whole_number
+from replaykit.keywords import expect, whole_number
 from replaykit.pace import LimiterQueue, RateLimiter
 from replaykit.samplers import (
     ConsumingSampler,
@@ -218,7 +218,8 @@ def claim_parts(buffer: ReplayBuffer, *parts: Sampler | Writer) -> None:
             continue
         if owner._sampler is part or owner._writer is part:
             raise ValueError(
-                f"expected a {type(part).__name__} for this buffer alone, got another's"
+                f"expected a {type(part).__name__} for this buffer alone, got one that another "
+                "buffer uses"
             )
     for part in parts:
         part.owner = buffer
@@ -232,7 +233,10 @@ def time_dim_of(buffer: ReplayBuffer, storage: Storage) -> int:
     if buffer._dim_extend is None or buffer._dim_of_storage:
         return storage.ndim - 1
     if storage.ndim > 1 and buffer._dim_extend >= storage.ndim:
-        raise ValueError(f"expected dim_extend below ndim={storage.ndim}, got {buffer._dim_extend}")
+        raise ValueError(
+            f"expected dim_extend below the {storage.ndim} dimensions of the storage's rows, "
+            f"got {buffer._dim_extend}"
+        )
     return buffer._dim_extend
 
 
@@ -343,7 +347,7 @@ def share_rows(buffer: ReplayBuffer, shared: bool) -> None:
         return
     if not shared:
         raise RuntimeError(
-            "a shared buffer stays shared, as other processes may have it; make a new one"
+            "a shared buffer stays shared: other processes may have it; make a new buffer"
         )
     buffer._ready()
     check_not_ahead(buffer._prefetch_depth)
@@ -440,13 +444,15 @@ def check_consuming(
         return
     name = type(sampler).__name__
     expect(storage, (ListStorage, TensorStorage), f"a list or tensor storage for a {name}")
-    expect(writer, RoundRobinWriter, f"a writer with write_at for a {name}, a RoundRobinWriter")
+    expect(writer, RoundRobinWriter, f"a writer with write_at, a RoundRobinWriter, for a {name}")
     if storage.ndim > 1:
         raise ValueError(f"expected ndim=1 for a {name}, got ndim={storage.ndim}")
     if prefetch:
         raise ValueError(f"expected a {name} without prefetch, got {prefetch}")
     if shared:
-        raise ValueError(f"expected a {name} without shared=True: processes count only their draws")
+        raise ValueError(
+            f"expected a {name} without shared=True: each process would count only its own draws"
+        )
     if not isinstance(unit, Transition):
         raise ValueError(f"expected a {name} without a {type(unit).__name__}: slots are reused")
     check_transforms_of(sampler, chain)
@@ -486,7 +492,7 @@ def check_mappable(storage: Storage) -> None:
     else:
         return
     raise ValueError(
-        f"expected a new LazyTensorStorage on the CPU for mmap=True, {why}; use mmap=False"
+        f"expected a new LazyTensorStorage on the CPU for mmap=True, {why}; load without mmap"
     )
 
 
@@ -595,8 +601,7 @@ def check_kinds(
     if transform is not None and transform_factory is not None:
         raise TypeError("transform and transform_factory are mutually exclusive, got both")
     expect(transform_factory, Callable | None, "a callable transform_factory")
-    if sample_unit is not None and not isinstance(sample_unit, (SampleUnit, Windows)):
-        raise TypeError(f"sample_unit must be a SampleUnit instance, got {kind_of(sample_unit)}")
+    expect(sample_unit, SampleUnit | Windows | None, "sample_unit as a SampleUnit instance")
     check_collate_fn(collate_fn)
     check_generator(generator)
     for name, given, kind in (

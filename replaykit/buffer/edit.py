@@ -109,7 +109,9 @@ def _count(data: Any) -> int:
         return int(data.shape[0])
     if not hasattr(data, "__len__") or hasattr(data, "shape"):
         given = "one row" if hasattr(data, "shape") else repr(data)
-        raise TypeError(f"expected a batch of rows, got {given}; rb[index] = row replaces one row")
+        raise TypeError(
+            f"expected a batch of rows to write, got {given}; rb[index] = row replaces one row"
+        )
     return len(data)
 
 

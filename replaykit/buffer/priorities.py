@@ -79,7 +79,7 @@ def written_priorities(
         value = (found.unsqueeze(time_dim) if alone else found).transpose(0, time_dim)
         if value.ndim < ndim or (batches is not data and value.shape[0] != rows):
             raise ValueError(
-                f"expected {rows} priorities under {format_key(key)}, got {list(found.shape)}"
+                f"expected {rows} priorities under {format_key(key)}, got shape {list(found.shape)}"
             )
         cells = value.shape[:ndim].numel()
         values.append(reduced_priority(value.flatten(0, ndim - 1), cells, sampler, key))
@@ -105,7 +105,7 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
     """
     if value.ndim == 0 or value.shape[0] != rows or (rows and not value.numel()):
         raise ValueError(
-            f"expected {rows} priorities under {format_key(key)}, got {list(value.shape)}"
+            f"expected {rows} priorities under {format_key(key)}, got shape {list(value.shape)}"
         )
     if _is_column(value):
         reduced = value.detach()

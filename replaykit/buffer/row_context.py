@@ -112,7 +112,8 @@ class StoredSurroundings(Surroundings):
         index, indexes = self._index, self._storage.indexes
         if index is not indexes.of():
             raise RuntimeError(
-                f"tag {name!r}: expected a sampler of the storage's episodes, got other boundaries"
+                f"tag {name!r}: expected the episodes of the storage, got those of a sampler with "
+                "other boundaries"
             )
         return indexes.tags.get(name, index.ids(time, lane))
 

@@ -25,7 +25,7 @@ from replaykit.buffer.components import (
 from replaykit.buffer.draw import drop_draws, put_back, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
-from replaykit.declared import Rule, encode_state, read_value, require_kind
+from replaykit.declared import Rule, encode_state, read_value
 from replaykit.errors import CheckpointError
 from replaykit.interrupts import deferred
 from replaykit.keywords import expect
@@ -92,7 +92,10 @@ def _checked_sampler(sampler: Sampler, saved: Any, storage: Storage) -> Any:
     if not (isinstance(saved, Mapping) and "_state" in saved):
         sampler.check_state(saved, storage)
         return saved
-    require_kind(saved, sampler.kind, "sampler")
+    if saved.get("_kind") != sampler.kind:
+        raise ValueError(
+            f"expected the state of a {sampler.kind!r} sampler, got {saved.get('_kind')!r}"
+        )
     return copy.deepcopy(saved["_state"])
 
 
@@ -296,7 +299,7 @@ def _target_of_rows(
     if state.content is None:
         if storage.ledger.slots != ledger["slots"]:
             raise ValueError(
-                f"expected a state of {storage.ledger.slots} slots, got {ledger['slots']}"
+                f"expected the state of {storage.ledger.slots} slots, got {ledger['slots']}"
             )
         return None, None
     if state.content.rows != ledger["length"]:
@@ -362,7 +365,8 @@ def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
         cells = (drawn.anchors if drawn.anchors.ndim > 1 else drawn.anchors[:, None]).cpu()
         if cells.shape[-1] != len(shape) or not bool(((cells >= 0) & (cells < shape)).all()):
             raise ValueError(
-                f"expected draws among {shape.tolist()} rows, got {drawn.anchors.tolist()}"
+                f"expected draws among the {shape.tolist()} saved rows, got "
+                f"{drawn.anchors.tolist()}"
             )
 
 

@@ -239,7 +239,8 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         left = queues.sizes[chosen] - first
         if not len(chosen) or (left < n).any():
             raise NotEnoughData(
-                f"expected {n} rows of {len(chosen)} streams, got {min(left, default=0)}"
+                f"expected {n} rows of each of {len(chosen)} streams, got "
+                f"{min(left, default=0)} of one"
             )
         rewind(buffer)
         number = (first[:, None] + np.arange(n)).reshape(-1)
@@ -311,7 +312,7 @@ class Room:
             counts, most, what = np.array([len(rows)]), storage.slots_for(rows), "the storage"
         if counts.max() > most:
             raise ValueError(
-                f"overwrite=False expected up to {most} rows of {what}, got {counts.max()}"
+                f"overwrite=False expected at most {most} rows of {what}, got {counts.max()}"
             )
         if not len(storage):
             return True

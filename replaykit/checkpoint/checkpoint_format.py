@@ -166,7 +166,9 @@ def _encode_object(value: Any, where: str, tensors: Tensors, depth: int) -> Any:
     one = isinstance(value, NonTensorData)
     found = encode(value.data if one else value.tolist(), where, tensors, depth + 1)
     if not one and value.batch_dims != 1:
-        raise TypeError(f"{where}: expected objects in one dimension, got {list(value.batch_size)}")
+        raise TypeError(
+            f"{where}: expected objects along one dimension, got {list(value.batch_size)}"
+        )
     return {"$": "object" if one else "objects", "batch": list(value.batch_size), "value": found}
 
 
@@ -178,7 +180,9 @@ def _name(tensor: torch.Tensor | TrackedTensor, tensors: Tensors) -> str:
 
 def _dense(tensor: torch.Tensor, where: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"{where}: expected a dense tensor, got {tensor.layout}, {tensor.dtype}")
+        raise TypeError(
+            f"{where}: expected a dense tensor, got layout {tensor.layout}, dtype {tensor.dtype}"
+        )
     return tensor.detach()
 
 
@@ -186,7 +190,9 @@ def _from_numpy(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
     except (TypeError, ValueError):
-        raise TypeError(f"{where}: expected an array of numbers, got {array.dtype}") from None
+        raise TypeError(
+            f"{where}: expected an array of numbers, got NumPy dtype {array.dtype}"
+        ) from None
 
 
 def decode(record: Any, load: Callable[[str], Any]) -> Any:
@@ -422,7 +428,7 @@ def read_base(folder: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, CheckpointError):
         return None  # the manifest is missing or unreadable
     raise CheckpointError(
-        f"{folder / MANIFEST} is of no checkpoint ({found}); choose another directory"
+        f"{folder / MANIFEST} is not that of a checkpoint ({found}); choose another directory"
     )
 
 
@@ -444,7 +450,8 @@ def publish(
     newest = max([*kept, 0 if base is None else version_of(base)])
     if newest + 1 >= _MOST_VERSIONS:
         raise CheckpointError(
-            f"{folder} has version {newest}, the largest possible one; choose another directory"
+            f"{folder} has a checkpoint of version {newest}, the largest possible one; choose "
+            "another directory"
         )
     manifest["version"] = newest + 1
     if base is not None and keep > 1:

@@ -228,7 +228,9 @@ class Checkpoint:
         expected = self.manifest["files"][name]["crc32"]
         found = crc32(mapping) if mapping is not None else 0
         if found != expected:
-            raise CheckpointError(f"{self.folder / name} is damaged: crc32 {found}, not {expected}")
+            raise CheckpointError(
+                f"{self.folder / name} is damaged: expected crc32 {expected}, got {found}"
+            )
 
     def __contains__(self, name: object) -> bool:
         return name in self.manifest["parts"]
@@ -257,7 +259,7 @@ class Checkpoint:
             raise  # the error already names the file
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self.folder / MANIFEST} is damaged: {name!r}: {error}"
+                f"{self.folder / MANIFEST} is damaged: part {name!r}: {error}"
             ) from None
 
     def _mapped(self, tensor: str) -> torch.Tensor | RowChunks:
@@ -373,7 +375,8 @@ class MappedCheckpoint(Checkpoint):
     def __init__(self, path: str | os.PathLike[str], version: int | None = None) -> None:
         if not can_map_spans():
             raise NotImplementedError(
-                "mmap=True needs a 64-bit POSIX system; load the checkpoint without"
+                "a checkpoint can only be opened with mmap=True on a 64-bit POSIX system; "
+                "load it without"
             )
         self._descriptors: dict[str, int] = {}
         try:
@@ -453,7 +456,9 @@ class ReadLater(Generic[Made]):
         try:
             return self._make(*self._arrays)
         except ValueError as error:
-            raise CheckpointError(f"{self._what} of the checkpoint{self._where}: {error}") from None
+            raise CheckpointError(
+                f"the {self._what} of the checkpoint{self._where}: {error}"
+            ) from None
 
 
 class ReadOnce(Generic[Held]):

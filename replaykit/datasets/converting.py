@@ -220,7 +220,9 @@ def local_sources(
         for file in sources.files:
             expected = wanted.get(str(file.path))
             if expected is not None and file.sha256 != expected:
-                raise CorpusError(f"{file.path}: sha256 {file.sha256}, expected {expected} [V02]")
+                raise CorpusError(
+                    f"{file.path}: expected sha256 {expected}, got {file.sha256} [V02]"
+                )
     return sources
 
 

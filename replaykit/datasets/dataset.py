@@ -178,7 +178,9 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
             return
         if not cls.any_id and not is_own:
             near = cls._meant(dataset_id)
-            raise ValueError(f"expected one of {cls.available_datasets}, got {dataset_id!r}{near}")
+            raise ValueError(
+                f"expected one of the data sets {cls.available_datasets}, got {dataset_id!r}{near}"
+            )
         parts = dataset_id.split("/") if isinstance(dataset_id, str) else [""]
         if any(part in ("", ".", "..") or "\\" in part for part in parts):
             raise ValueError(f"expected names with '/' between them as an id, got {dataset_id!r}")
@@ -515,7 +517,8 @@ def _family(name: str) -> tuple[type[BaseDatasetExperienceReplay[Any]], str]:
     known = families()
     if not colon or family not in known:
         raise ValueError(
-            f"expected family:id with a family of {sorted(known)}, got {name!r}{_meant(name)}"
+            f"expected name as family:id with one of the families {sorted(known)}, got "
+            f"{name!r}{_meant(name)}"
         )
     return known[family], dataset_id
 

@@ -409,7 +409,7 @@ class _Job:
                     self.schema.check(root)
                 except SchemaError as error:
                     raise ValueError(
-                        f"the result of row {row} is not as row 0's: {error}"
+                        f"the result of row {row} differs from row 0's: {error}"
                     ) from None
                 for path, leaf in leaves.items():
                     columns[path][row].copy_(leaf)
@@ -442,7 +442,10 @@ def _check_target(target: Path) -> None:
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"expected an empty or absent directory, {target} is neither")
     if os.path.ismount(target):
-        raise ValueError(f"{target} is a mount point, not replaceable; give a folder inside it")
+        raise ValueError(
+            f"expected a directory that can be replaced, {target} is a mount point; give a "
+            "folder inside it"
+        )
     above = next(path for path in target.parents if os.path.lexists(path))
     if not above.is_dir():
         raise NotADirectoryError(f"expected a directory above {target}, {above} is not one")
@@ -468,7 +471,9 @@ def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> _First:
         _seed_row(seed, 0)
         value = fn(next(source.copies(0, 1)))
     if not (is_tensordict(value) or is_tensorclass(value) or isinstance(value, torch.Tensor)):
-        raise TypeError(f"expected fn to return TensorDicts or tensors, got {type(value).__name__}")
+        raise TypeError(
+            f"expected fn to return a TensorDict, tensorclass or tensor, got {type(value).__name__}"
+        )
     root, leaves = flatten(value, 0)
     if not leaves:
         raise ValueError("expected fn to return at least one tensor, got none")

@@ -129,7 +129,7 @@ class _Video:
                 found = self._frame(time).to_ndarray(format=form, threads=1)
                 if found.shape[:2] != pixels.shape[:2]:
                     raise ValueError(
-                        f"frames are {list(found.shape)}, expected {list(pixels.shape)}"
+                        f"its frames are {list(found.shape)}, expected {list(pixels.shape)}"
                     )
                 pixels[...] = found.reshape(pixels.shape)
 
@@ -274,13 +274,15 @@ def open_image(encoded: Any, where: str) -> Iterator[Any]:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         if isinstance(error, CorpusError):
             raise
-        raise CorpusError(f"{where}: is no image that can be decoded ({error}) [V03]") from error
+        raise CorpusError(
+            f"{where}: is not an image that can be decoded ({error}) [V03]"
+        ) from error
 
 
 def _check_size(kind: str, found: tuple[int, ...], shape: tuple[int, ...], where: str) -> None:
     if (kind, found) != ("uint8", shape):
         raise CorpusError(
-            f"{where}: is a {kind} image {list(found)}, not uint8 {list(shape)} [V10]"
+            f"{where}: is an image {kind} {list(found)}, expected uint8 {list(shape)} [V10]"
         )
 
 

@@ -151,7 +151,8 @@ class WebFile:
             raise ValueError(f"size of {self.url}: expected bytes >= 0, got {self.size}")
         if self.sha256 is not None and not _SHA256.fullmatch(self.sha256):
             raise ValueError(
-                f"sha256 of {self.url}: expected 64 lower-case hex digits, got {self.sha256!r}"
+                f"sha256 of {self.url}: expected 64 lower-case hexadecimal digits, got "
+                f"{self.sha256!r}"
             )
 
     @property

@@ -201,7 +201,7 @@ class HubFile:
         >>> HubFile("../a.h5", 3, None, None)
         Traceback (most recent call last):
         ...
-        ValueError: path: expected a relative one like 'dir/file.h5', got '../a.h5'
+        ValueError: path: expected a relative path like 'dir/file.h5', got '../a.h5'
     """
 
     path: str
@@ -213,13 +213,17 @@ class HubFile:
         # The path comes from a server and becomes a local path, so it must stay in the cache.
         parts = self.path.split("/")
         if "\\" in self.path or "\0" in self.path or any(p in ("", ".", "..") for p in parts):
-            raise ValueError(f"path: expected a relative one like 'dir/file.h5', got {self.path!r}")
+            raise ValueError(
+                f"path: expected a relative path like 'dir/file.h5', got {self.path!r}"
+            )
         if self.size < 0:
             raise ValueError(f"size of {self.path!r}: expected bytes >= 0, got {self.size}")
         for name, form in (("sha256", _SHA256), ("blob_id", _COMMIT)):
             value = getattr(self, name)
             if value is not None and not form.fullmatch(value):
-                raise ValueError(f"{name} of {self.path!r}: expected lower-case hex, got {value!r}")
+                raise ValueError(
+                    f"{name} of {self.path!r}: expected lower-case hexadecimal, got {value!r}"
+                )
 
     @property
     def etag(self) -> str | None:
@@ -281,7 +285,9 @@ class HubListing:
 def check_repo_id(repo_id: str) -> None:
     """Raise ValueError unless ``repo_id`` is ``name`` or ``owner/name``."""
     if not _REPO_ID.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
-        raise ValueError(f"repo_id: expected 'owner/name' of letters, digits, -._, got {repo_id!r}")
+        raise ValueError(
+            f"repo_id: expected 'owner/name' in letters, digits, '-._', got {repo_id!r}"
+        )
 
 
 def is_commit(revision: str) -> bool:

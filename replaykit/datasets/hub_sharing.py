@@ -436,7 +436,9 @@ def _receive(
     for file in files:
         if file.path in checksums and file.size != checksums[file.path][0]:
             expected = checksums[file.path][0]
-            raise _broken(listing, f"has {file.path} of {file.size:,} bytes, expected {expected:,}")
+            raise _broken(
+                listing, f"has {file.path} with {file.size:,} bytes, expected {expected:,}"
+            )
     _require_room(directory, files)
     chosen = replace(listing, files=files)
     paths = fetch(chosen, progress=progress, **options)

@@ -71,7 +71,9 @@ class OfflineToOnlineReplayBuffer:
                 f"{online_storage!r} and {online_capacity!r}"
             )
         if not 0.0 < offline_fraction < 1.0:
-            raise ValueError(f"expected offline_fraction between 0 and 1, got {offline_fraction}")
+            raise ValueError(
+                f"expected offline_fraction above 0 and below 1, got {offline_fraction}"
+            )
         if isinstance(offline_dataset, str):
             size = dataset_kwargs.pop("batch_size", batch_size)
             if size is None:

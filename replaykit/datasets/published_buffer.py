@@ -63,7 +63,10 @@ def chosen_episodes(
     if episodes is not None:
         keep &= _mask(_of_episodes(published, episodes, count), count, "episodes")
     if not keep.any():
-        raise ValueError(f"split={split!r} and episodes choose none of {count} episodes")
+        raise ValueError(
+            f"expected split and episodes to choose some of {count} episodes, got none with "
+            f"split={split!r}"
+        )
     return keep.nonzero().flatten()
 
 
@@ -103,7 +106,8 @@ def _of_episodes(published: Published, episodes: Episodes, count: int) -> torch.
         found = torch.as_tensor(episodes(published.episodes))
         if found.dtype != torch.bool or found.shape != (count,):
             raise ValueError(
-                f"expected episodes to return bool [{count}], got {found.dtype} {list(found.shape)}"
+                f"expected the function for episodes to return bool [{count}], got {found.dtype} "
+                f"{list(found.shape)}"
             )
         return found.nonzero().flatten()
     given: Any = episodes if isinstance(episodes, torch.Tensor) else list(episodes)
@@ -322,7 +326,9 @@ def _reopened(path: FilePath, content: str) -> Published:
     """Open the folder of a data set; raise RuntimeError if it holds another version."""
     published = open_directory(path)
     if published.manifest.content_id() != content:
-        raise RuntimeError(f"{path} holds another data set than the pickled one; open it again")
+        raise RuntimeError(
+            f"{path} holds another version of the data set than the pickled one; open it again"
+        )
     return published
 
 
@@ -398,7 +404,7 @@ class CorpusExperienceReplay(ReplayBuffer[TensorDict, Storage, SamplerT, Writer]
         storage = self.storage
         if not isinstance(storage, MappedStorage):
             raise RuntimeError(
-                "the storage was replaced, so this is no published data set any more"
+                "the storage was replaced, so this is no longer a published data set"
             )
         return storage
 

@@ -133,7 +133,8 @@ class HubFiles:
         """
         if len(dataset_id.split("/")) != 2:
             raise FileNotFoundError(
-                f"{dataset_id!r} is no repository: expected owner/name, or source="
+                f"{dataset_id!r} names no repository: expected owner/name, or local files with "
+                "source="
             )
         return cls(dataset_id, "", suffix, natural=True)
 

@@ -123,7 +123,7 @@ class Sources:
             if size != file.size:
                 check_signature(file.path)
                 raise CorpusError(
-                    f"{file.path}: {size:,} bytes, expected {file.size:,}; fetch it again [V02]"
+                    f"{file.path}: has {size:,} bytes, expected {file.size:,}; fetch it again [V02]"
                 )
 
 

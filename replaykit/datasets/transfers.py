@@ -330,7 +330,7 @@ class Meter:
                 self.gross += max(0, step)
                 if self.gross > most:
                     raise ConnectionError(
-                        f"received {self.gross:,} bytes of {file.size:,} and no end"
+                        f"received {self.gross:,} bytes of a file of {file.size:,} and no end"
                     )
                 meter.add(file, step)
                 return None

@@ -233,7 +233,9 @@ def pool_size(pool: Any) -> int | None:
             generator, so their order would change the results and the caller's random numbers.
     """
     if isinstance(pool, ThreadPool) or not hasattr(pool, "apply_async"):
-        raise TypeError(f"expected pool as a Pool of multiprocessing, got {type(pool).__name__}")
+        raise TypeError(
+            f"expected pool as a multiprocessing.Pool of processes, got {type(pool).__name__}"
+        )
     return len(_processes(pool)) or None
 
 

@@ -152,7 +152,9 @@ class Handle(Loading[DataT], BufferHandle):
     def _size_of(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else checked_batch_size(batch_size)
         if size is None:
-            raise RuntimeError("batch_size not specified: give it to the buffer or to this call")
+            raise RuntimeError(
+                "batch_size not specified: expected a batch_size, of the buffer or in this call"
+            )
         return int(size)
 
     # -- reading ------------------------------------------------------------------------------

@@ -329,7 +329,8 @@ class ShardRecipe:
             )
         if not writer.keeps_order:
             raise ValueError(
-                f"expected a writer that keeps the order of rows, got {type(writer).__name__}"
+                "expected a writer for shards that keeps the order of rows, got a "
+                f"{type(writer).__name__}"
             )
         law_of(buffer.sampler)
         if self.shard_key is None and (
@@ -420,7 +421,9 @@ class ShardsState(ClientState):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.shards) != self.num_shards:
-            raise ValueError(f"expected states of {self.num_shards} shards, got {len(self.shards)}")
+            raise ValueError(
+                f"expected the states of {self.num_shards} shards, got {len(self.shards)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -511,7 +514,9 @@ class ByKey:
         if column is None:
             raise KeyError(f"expected the shard_key {format_key(self.key)} in the rows; got none")
         if column.is_floating_point() or column.is_complex():
-            raise TypeError(f"expected integers under {format_key(self.key)}, got {column.dtype}")
+            raise TypeError(
+                f"expected integers under the shard_key {format_key(self.key)}, got {column.dtype}"
+            )
 
     def route(self, leaves: Mapping[Path, torch.Tensor], count: int, there: Sequence[int]) -> Array:
         """Return the shards of checked rows, int64 ``[count]``."""

@@ -180,8 +180,9 @@ class Draws:
             return
         except (RuntimeError, KeyError) as error:
             text = error.args[0] if error.args else error
-            text = f"in none of {len(rows)} shards, as in {largest}: {text}"
-            raise type(error)(text) from None
+            raise type(error)(f"in none of the {len(rows)} shards, as in {largest}: {text}") from (
+                None
+            )
 
 
 class Pending(JointReply):

@@ -268,10 +268,12 @@ def answer_of(ref: Any, within: float) -> Any:
     try:
         return fetch(ref, None if within == math.inf else within)
     except ray_module().exceptions.GetTimeoutError:
-        raise TimeoutError(f"the supervisor of shards has not answered in {within:g} s") from None
+        raise TimeoutError(
+            f"the supervisor of the shards has not answered within {within:g} s"
+        ) from None
     except ActorLost:
         raise RuntimeError(
-            "the shards have ended: their buffer was closed or its process died"
+            "the shards have ended: their buffer was closed, or its process has died"
         ) from None
 
 

@@ -404,7 +404,9 @@ def check_sampler(buffer: ReplayBuffer, path: str) -> None:
     with Checkpoint(path) as saved:
         state = saved.part("sampler", mapped=("_priorities",))
         if of_another_kind(state, buffer.sampler):
-            raise ValueError(f"expected a {buffer.sampler.kind!r} sampler, got {state['_kind']!r}")
+            raise ValueError(
+                f"expected the state of a {buffer.sampler.kind!r} sampler, got {state['_kind']!r}"
+            )
 
 
 def _open(recipe: ShardRecipe, path: str, verify: bool) -> _Source:

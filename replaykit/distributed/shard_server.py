@@ -221,7 +221,7 @@ class ShardHolder:
         """
         if token not in self._saving:
             raise RuntimeError(
-                f"shard {self.shard} restarted while all were saved; nothing was published"
+                f"shard {self.shard} has been restarted while all were saved; nothing was published"
             )
         try:
             self._saving[token].result()

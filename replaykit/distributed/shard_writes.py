@@ -420,7 +420,8 @@ def patch_rows(
     key = client._settings.shard_key
     if key is not None and unravel(key) in {*checked.values, checked.version_key}:
         raise ValueError(
-            f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot move"
+            f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot "
+            "move to other shards"
         )
     meant = members.incarnations()
     slots, chosen = names.slots(where), positions_of(client, where)

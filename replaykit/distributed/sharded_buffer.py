@@ -130,7 +130,9 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         names = ("storage", "sampler", "writer", "transform_factory")
         for name, factory in zip(names, factories, strict=True):
             if (factory is not None and not callable(factory)) or (factory is None is storage):
-                raise TypeError(f"expected {name} as a function that makes it, got {factory!r}")
+                raise TypeError(
+                    f"expected {name} as a function that makes one for each shard, got {factory!r}"
+                )
         for name, seconds in (
             ("checkpoint_interval", checkpoint_interval),
             ("max_age", max_age),

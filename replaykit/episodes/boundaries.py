@@ -433,11 +433,17 @@ class BoundaryRule:
         flags = end_flags(stored) if self.flags is None else self.flags
         flags = tuple(path for path in flags if path in stored)
         if self.flags and not flags:
-            raise KeyError(f"expected a flag of {_names(self.flags)}, got {_names(tuple(stored))}")
+            raise KeyError(
+                f"expected one of {_names(self.flags)} as flag of ends, got the columns "
+                f"{_names(tuple(stored))}"
+            )
         ids = [path for path in _or_default(self.ids, EPISODE_KEYS) if path in stored]
         if self.ids and len(ids) < len(self.ids):
             missing = tuple(path for path in self.ids if path not in stored)
-            raise KeyError(f"expected the ids {_names(missing)}, got {_names(tuple(stored))}")
+            raise KeyError(
+                f"expected {_names(missing)} as ids of trajectories, got the columns "
+                f"{_names(tuple(stored))}"
+            )
         # If the caller gave no keys, refuse data without any column that ends episodes.
         silent = (self.flags is None or self.ids is None) and not (flags or ids)
         if self.strict and silent and not (self.flags or self.ids):

@@ -338,7 +338,9 @@ class TrajectoryFolder:
     def _decoded(self, state: Any) -> FolderState:
         found = decode_state(FolderState, state, "the state of a folder")
         if found.partition != self._partition:
-            raise ValueError(f"expected partition {self._partition!r}, got {found.partition!r}")
+            raise ValueError(
+                f"expected the state of the partition {self._partition!r}, got {found.partition!r}"
+            )
         return found
 
     def _apply(self, state: FolderState) -> None:
@@ -448,7 +450,8 @@ class TrajectoryFolder:
         if damaged:
             if self._damaged_together >= _DAMAGED_MOST:
                 raise CheckpointError(
-                    f"{self._damaged_together} chunks are damaged, the last is {damaged[-1]}"
+                    f"{self._damaged_together} chunks in a row are damaged, the last is "
+                    f"{damaged[-1]}"
                 )
             warnings.warn(
                 f"{len(damaged)} damaged chunks were skipped, the first is {damaged[0]}",

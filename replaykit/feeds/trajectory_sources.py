@@ -435,7 +435,9 @@ class AlfCheckpoint:
         if buffer is not None:
             prefixes = [prefix for prefix in prefixes if prefix.startswith(buffer)]
         if len(prefixes) != 1:
-            raise ValueError(f"expected one buffer in {path}, got {prefixes}; name it by buffer=")
+            raise ValueError(
+                f"expected one buffer in {path}, got {prefixes}; name one with buffer="
+            )
         self._path, prefix = path, prefixes[0]
         own = {
             name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)

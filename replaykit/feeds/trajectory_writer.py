@@ -139,7 +139,7 @@ class TrajectoryWriter:
         self._layout: ChunkLayout | None = None
         # Ids, and values of keys of ``previous``, of the newest row of each lane.
         self._last: dict[Key, torch.Tensor] = {}
-        expect(previous, (list, tuple), "previous: a list of keys")
+        expect(previous, (list, tuple), "previous as a list of keys")
         self._previous = [unravel(key) for key in previous]
         self._finished: deque[_Finished] = deque()
         self._written = 0

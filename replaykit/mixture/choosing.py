@@ -360,7 +360,7 @@ class SamplerEnsemble(Sampler):
             raise ValueError(f"expected num_buffer_sampled as an int of at least 1, got {value!r}")
         if value is not None and self._sample_from_all and value != len(self):
             raise ValueError(
-                f"sample_from_all=True: expected num_buffer_sampled={len(self)}, got {value}"
+                f"expected num_buffer_sampled={len(self)} with sample_from_all=True, got {value}"
             )
         self._parts = value
 

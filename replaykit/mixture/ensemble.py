@@ -173,7 +173,8 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
             )
         if not rbs and len(given) < len(parts):
             raise TypeError(
-                f"expected buffers, or storages=, samplers= and writers=, got {given or 'none'}"
+                "expected buffers, or storages=, samplers= and writers=, got "
+                f"{given or 'none of them'}"
             )
         given_choice = (p, num_buffer_sampled, counts, ramp, ready) != (None,) * 5
         if samplers is not None and (given_choice or sample_from_all or unready != "raise"):
@@ -642,7 +643,8 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
             isinstance(index, tuple) and bool(index) and isinstance(index[0], str)
         ):
             raise TypeError(
-                f"expected members of the ensemble, got a key; use ensemble[i][{index!r}]"
+                f"expected members of the ensemble, got a key: columns are those of a member, "
+                f"ensemble[i][{index!r}]"
             )
         if not isinstance(index, tuple):
             numbers = chosen(index, self.num_members, "an ensemble")

@@ -120,7 +120,9 @@ def stacked(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> Any:
         try:
             taken.append((member, *flatten(data, 1)))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"member {member}: {error}; give collate_fn= to stack them") from None
+            raise type(error)(
+                f"member {member}: {error}; give a collate_fn= that stacks its samples"
+            ) from None
     first, tree, leaves = taken[0]
     for member, other, found in taken[1:]:
         if other != tree:

@@ -42,13 +42,17 @@ def chosen(index: Any, count: int, what: str) -> int | list[int]:
     if isinstance(index, (bool, np.bool_)) or not isinstance(
         index, (int, np.integer, list, tuple, range, np.ndarray, torch.Tensor)
     ):
-        raise TypeError(f"expected an index of {what} of ints, got {index!r}")
+        raise TypeError(
+            f"expected an int, slice, list or tensor of ints as the index of {what}, got {index!r}"
+        )
     if isinstance(index, (int, np.integer)):
         return _member(int(index), count, what)
     numbers = index.cpu() if isinstance(index, torch.Tensor) else index
     array = np.asarray(numbers)
     if array.ndim > 1:
-        raise RuntimeError(f"expected an index of {what} of up to one dimension, got {array.ndim}")
+        raise RuntimeError(
+            f"expected an index of {what} of at most one dimension, got {array.ndim}"
+        )
     if array.dtype == bool:
         if array.shape != (count,):
             raise IndexError(f"expected {count} bools as the index of {what}, got {len(array)}")
@@ -185,7 +189,8 @@ class StorageEnsemble(MemberParts):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Always raises RuntimeError; write to a member."""
         raise RuntimeError(
-            "a StorageEnsemble stores no rows itself; use one of its members, ensemble[i]"
+            "a StorageEnsemble stores no rows itself that it could change; use one of its members, "
+            "ensemble[i]"
         )
 
     set = __setitem__ = clear = attach = _refuse
@@ -209,7 +214,8 @@ def refused(path: str) -> Any:
 
     def method(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
         raise NotImplementedError(
-            f"ReplayBufferEnsemble writes are disabled; use its members, as ensemble[i].{name}"
+            f"ReplayBufferEnsemble writes are disabled: {name} is for one of its members, as "
+            f"ensemble[i].{name}"
         )
 
     method.__name__, method.__qualname__ = name, path
@@ -282,11 +288,15 @@ def checked_weights(p: Any, count: int) -> torch.Tensor | str | None:
         return None
     if isinstance(p, str):
         if p != SIZE:
-            raise ValueError(f"expected p as weights, {SIZE!r}, a function or None, got {p!r}")
+            raise ValueError(
+                f"expected p as one weight a member, {SIZE!r}, a function or None, got {p!r}"
+            )
         return p
     weights = torch.as_tensor(p, dtype=torch.float64, device="cpu").detach()
     if weights.shape != (count,):
-        raise ValueError(f"expected p as {count} weights, one a member, got {list(weights.shape)}")
+        raise ValueError(
+            f"expected p as {count} weights, one a member, got shape {list(weights.shape)}"
+        )
     if not bool((weights.isfinite() & (weights >= 0)).all()):
         raise ValueError(f"expected weights that are finite and not negative, got {p}")
     largest = weights.max()

@@ -301,7 +301,9 @@ class Mixture:
         if batch_size is not None:
             return checked_batch_size(batch_size)
         if self.batch_size is None:
-            raise RuntimeError("batch_size not specified: give it to the mixture or to sample()")
+            raise RuntimeError(
+                "batch_size not specified: give it to the constructor or to sample()"
+            )
         return self.batch_size
 
     def asked(

@@ -84,7 +84,7 @@ def update_rows(mixture: Mixture, index: Any, priority: Any, generation: Any) ->
         values = values.expand(ids.shape)
     if values.shape != ids.shape and values.shape != (*ids.shape, 1):
         raise ValueError(
-            f"expected {list(ids.shape)} priorities, one a row, got {list(values.shape)}"
+            f"expected priorities {list(ids.shape)}, one a row, got {list(values.shape)}"
         )
     rows = TensorDict({}, ids.shape)
     rows.set(INDEX, as_tensor(index["index"]))
@@ -144,7 +144,9 @@ def _routed(mixture: Mixture, flat: Any, given: Key | None) -> list[MemberUpdate
             key = facts.priority_key if given is None else given
             value = lookup(flat, key)
             if value is None:
-                raise KeyError(f"expected {format_key(key)} in the data of member {name}, got none")
+                raise KeyError(
+                    f"expected {format_key(key)} in the data for member {name}; got none"
+                )
             under = key if key == _GIVEN else facts.priority_key
             part = TensorDict({}, [len(rows)])
             part.set(under, value[at[rows].to(value.device)])

@@ -440,7 +440,9 @@ def _remote_loads(
     """
     far = _far_of(mixture)
     if mmap and far:
-        raise ValueError(f"expected mmap=False with the remote members {[*far]}")
+        raise ValueError(
+            f"expected mmap=False with remote members, which are loaded into memory: {[*far]}"
+        )
     part = {"save": "", "members": []}
     if REMOTE_PART in saved:
         part = _checked(saved.part(REMOTE_PART), path)

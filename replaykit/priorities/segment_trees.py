@@ -398,7 +398,9 @@ class SegmentTree(Uncompiled):
             got = getattr(leaves, "dtype", type(leaves).__name__)
             raise TypeError(f"expected leaves of {self.dtype}, got {got}")
         if leaves.shape != (self._capacity,):
-            raise ValueError(f"expected leaves [{self._capacity}], got {list(leaves.shape)}")
+            raise ValueError(
+                f"expected leaves of shape [{self._capacity}], got {list(leaves.shape)}"
+            )
         with self._lock:
             self._synchronise()  # an earlier call may have left an error
         self.update_range(0, leaves)

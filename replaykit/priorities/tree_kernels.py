@@ -211,7 +211,7 @@ def as_values(value: Any, count: int, device: torch.device) -> torch.Tensor | fl
         return float(value) if device.type == "cpu" else value.expand(count).contiguous()
     if value.shape != (count,):
         raise ValueError(
-            f"expected one value or values of shape [{count}], got {list(value.shape)}"
+            f"expected one value or values of shape [{count}], got shape {list(value.shape)}"
         )
     return value
 

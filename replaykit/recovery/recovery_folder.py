@@ -640,7 +640,8 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
         held = Exclusive(recoverable / LOCK)
     except BlockingIOError:
         raise RuntimeError(
-            f"{scratch_dir} is in use by another process, or by another storage of this one"
+            f"{scratch_dir} is in use by another process, or by another storage of this one, which "
+            "recovers its rows"
         ) from None
     try:
         for name in (MANIFEST, MAKING, DESCRIPTION):

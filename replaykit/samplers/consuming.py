@@ -410,7 +410,8 @@ class ConsumingSampler(Sampler):
         saved = super()._declared_state(state_dict)
         if saved.max_sample_count != self._most:
             raise ValueError(
-                f"expected max_sample_count={self._most}, got {saved.max_sample_count}"
+                f"expected the state of a sampler with max_sample_count={self._most}, got "
+                f"{saved.max_sample_count}"
             )
         return saved
 

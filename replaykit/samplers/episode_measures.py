@@ -336,7 +336,8 @@ def _mask(where: Predicate, data: EpisodeData) -> Array:
     found = np.asarray(where(data))
     if found.dtype != bool or found.size != len(data) or found.shape[:1] != (len(data),):
         raise ValueError(
-            f"expected where= to return bool [{len(data)}], got {found.dtype} {list(found.shape)}"
+            f"expected where= to return a bool for each of {len(data)} episodes, got {found.dtype} "
+            f"{list(found.shape)}"
         )
     return found.reshape(-1)
 

@@ -330,7 +330,7 @@ class VersionColumn:
         leaf = storage.leaf(self.path)
         if leaf.shape.numel() != 1:
             raise ValueError(
-                f"expected a version a row at {format_key(self.path)}, got {list(leaf.shape)}"
+                f"expected one version a row under {format_key(self.path)}, got {list(leaf.shape)}"
             )
         column = storage.require().column(self.path, storage.ledger.length)
         shape = (storage.ledger.length, *storage.lanes)
@@ -346,7 +346,8 @@ class VersionColumn:
                 raise KeyError(f"expected the version of row {slot} under {format_key(self.path)}")
             if value.numel() != 1:
                 raise ValueError(
-                    f"expected a version a row at {format_key(self.path)}, got {list(value.shape)}"
+                    f"expected one version a row under {format_key(self.path)}, got "
+                    f"{list(value.shape)}"
                 )
             found.append(value.detach().reshape(()))
         return torch.stack(found)

@@ -69,7 +69,8 @@ class PriorityLaw:
             raise ValueError(f"expected priorities that are finite in {self.dtype}, got {most}")
         if not _power(most + self.eps, self.alpha) <= self.most:
             raise ValueError(
-                f"expected priorities whose power alpha={self.alpha} fits {self.dtype}, got {most}"
+                f"expected priorities small enough for the power alpha={self.alpha} in "
+                f"{self.dtype}, got {most}"
             )
 
     def values(self, priority: torch.Tensor) -> torch.Tensor:
@@ -345,7 +346,9 @@ def _live(elements: torch.Tensor, generation: Any, storage: Storage | None) -> t
     if seen.dim() != 1:
         seen = seen.reshape(-1)
     if seen.shape != elements.shape:
-        raise ValueError(f"expected {len(elements)} generations, as index entries, got {len(seen)}")
+        raise ValueError(
+            f"expected a generation for each of the {len(elements)} index entries, got {len(seen)}"
+        )
     lanes = storage.lanes.numel()
     slots = elements if lanes == 1 else torch.div(elements, lanes, rounding_mode="floor")
     now = storage.ledger.generations(slots)
@@ -379,7 +382,9 @@ def stored_elements(elements: torch.Tensor, limit: int) -> tuple[torch.Tensor, i
 
 def _raise_outside(elements: torch.Tensor, limit: int) -> NoReturn:
     outside = elements[(elements < 0) | (elements >= limit)]
-    raise IndexError(f"expected an index in [0, {limit}), or -1 for no row, got {int(outside[0])}")
+    raise IndexError(
+        f"expected an index in [0, {limit}), or -1 to leave an entry out, got {int(outside[0])}"
+    )
 
 
 class _Required:
@@ -456,13 +461,15 @@ class SavedPriorities:
         saved = decode_state(cls, state, "the state of priorities")
         if saved.schema_version > _VERSION:
             raise CheckpointError(
-                f"expected a state of version {_VERSION} or older, got {saved.schema_version}"
+                f"expected a sampler's state of version {_VERSION} or older, got "
+                f"{saved.schema_version}"
             )
         # Round the number as the table does, so that it compares correctly with stored priorities.
         most = torch.tensor(saved.max_priority, dtype=torch.float64, device="cpu").to(dtype).item()
         if not 1 <= most < float("inf"):
             raise ValueError(
-                f"expected '_max_priority' from 1, finite in {dtype}, got {saved.max_priority}"
+                f"expected '_max_priority' of at least 1 and finite in {dtype}, got "
+                f"{saved.max_priority}"
             )
         raw = saved.priorities
         if isinstance(raw, MappedRows) and raw.dtype != dtype:

@@ -71,7 +71,10 @@ class ParameterScheduler(Uncompiled, ABC):
         self.param_name = param_name
         found = getattr(type(self.sampler), param_name, None)
         if isinstance(found, property) and found.fset is None:
-            raise ValueError(f"{type(self.sampler).__name__} has no {param_name!r} that can be set")
+            raise ValueError(
+                f"expected an attribute of {type(self.sampler).__name__} that can be set, got "
+                f"{param_name!r}"
+            )
         self.min_value, self.max_value = min_value, max_value
         self.steps = 0
         self.initial = self.current
@@ -353,7 +356,7 @@ class SchedulerList:
         states = state_dict.get("schedulers") if isinstance(state_dict, dict) else None
         if not isinstance(states, list) or len(states) != len(self.schedulers):
             raise ValueError(
-                f"expected {len(self.schedulers)} states of schedulers, got {state_dict!r}"
+                f"expected the states of {len(self.schedulers)} schedulers, got {state_dict!r}"
             )
         for scheduler, state in zip(self.schedulers, states, strict=True):
             scheduler.check_state(state)

@@ -85,7 +85,9 @@ class Boundaries:
         named = [name for name, value in given.items() if value is not None]
         for pair in (("`end_key`", "`end_keys`"), ("trajectories", "ends")):
             if {name.strip("`") for name in pair} <= set(named):
-                raise RuntimeError(f"{' and '.join(pair)} are exclusive arguments, got both")
+                raise RuntimeError(
+                    f"{' and '.join(pair)} are exclusive arguments: expected one, got both"
+                )
         if len(named) > 1 and {"ends", "trajectories"} & set(named):
             static = "trajectories" if ends is None else "ends"
             raise RuntimeError(
@@ -148,7 +150,9 @@ class Boundaries:
             ValueError: tensors give the ends.
         """
         if self._ends is not None:
-            raise ValueError("cross=True needs columns that end episodes, got ends or trajectories")
+            raise ValueError(
+                "expected cross=True with columns that end episodes, got ends or trajectories"
+            )
         other = Boundaries(end_keys=())
         other.rule = replace(self.rule, flags=(), strict=False)
         return other
@@ -234,7 +238,7 @@ class Boundaries:
             self._home = weakref.ref(storage)
         if len(self._ends) != len(storage):
             raise RuntimeError(
-                f"expected {name} of {len(storage)} stored rows, got {len(self._ends)}"
+                f"expected {name} for the {len(storage)} stored rows, got {len(self._ends)}"
             )
         if self._pinned != _state(storage):
             raise RuntimeError(f"{name} describe the rows at attachment: rows were written since")
@@ -364,7 +368,8 @@ def checked_form(
     one_of("align", align, ALIGNS)
     if pad_output and strict_length:
         raise ValueError(
-            "pad_output=True is incompatible with strict_length=True; set strict_length=False"
+            "pad_output=True is incompatible with strict_length=True, which excludes short slices; "
+            "set strict_length=False"
         )
     if pad_output and any(hang):
         raise ValueError("expected span or pad_output, got both: spanning slices are never padded")

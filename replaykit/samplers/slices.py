@@ -152,7 +152,10 @@ class SliceSamplerWithoutReplacement(Sliced):
         self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
         boundaries = Boundaries(end_key, end_keys, traj_key, ends, trajectories)
         if not flat and slice_len is None:
-            raise ValueError("expected slice_len with flat=False, got num_slices")
+            raise ValueError(
+                "expected slice_len with flat=False, since a batch may have fewer slices; got "
+                "num_slices"
+            )
         self._slicing = Slicing(
             SliceSize(num_slices, slice_len),
             boundaries,
@@ -612,7 +615,7 @@ class SliceSampler(Sliced):
         distinct = self.draw == "without_replacement" and not self.allow_short
         if distinct and request.slices > anchors.count:
             raise self._slicing.refuse(
-                request, self.needs, f"{anchors.count} windows, without replacement"
+                request, self.needs, f"{anchors.count} windows to draw without replacement"
             )
         return request, anchors
 

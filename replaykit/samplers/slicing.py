@@ -61,7 +61,10 @@ class Slicing:
         cross: bool = False,
     ) -> None:
         if not flat and not form.full:
-            raise ValueError("flat=False needs slices of one length: strict, pad= or pad_output=")
+            raise ValueError(
+                "flat=False needs slices of one length: strict ones, or padded with pad= or "
+                "pad_output="
+            )
         self.within = boundaries if cross else None
         if cross:
             boundaries = boundaries.without_flags()
@@ -97,7 +100,8 @@ class Slicing:
         if needs is not self._needs or window.law is not self._law_of:
             if self.within is not None and (needs.closed or needs.intact or needs.future):
                 raise ValueError(
-                    f"expected cross=True without transforms that need later rows, got {needs}"
+                    "expected cross=True without transforms that need the end or later rows of an "
+                    f"episode, got {needs}"
                 )
             self._needs, self._law_of = needs, window.law
             self._law = window.law.needing(needs)

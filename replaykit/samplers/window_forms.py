@@ -108,7 +108,7 @@ class Markers:
                 and value != int(value.real)
             ):
                 raise ValueError(
-                    f"key {format_key(path)}: expected pad_value {leaf.dtype}, got {value!r}"
+                    f"key {format_key(path)}: expected pad_value as {leaf.dtype}, got {value!r}"
                 )
         self._checked = schema
 

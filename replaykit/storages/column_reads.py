@@ -72,7 +72,10 @@ class ColumnReads(Storage):
     def _check_lane_key(self, leaves: Collection[Path]) -> None:
         if self.lane_key is not None and self.lane_key not in leaves:
             known = ", ".join(map(format_key, leaves)) if () not in leaves else "a tensor"
-            raise KeyError(f"expected the lane_key {format_key(self.lane_key)}, got {known}")
+            raise KeyError(
+                f"expected the lane_key {format_key(self.lane_key)}, which names the stream of a "
+                f"row, got {known}"
+            )
 
     def commit(self, rows: Rows) -> None:
         self.ledger.advance(rows.batch[0])

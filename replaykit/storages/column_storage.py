@@ -75,7 +75,9 @@ class ColumnStorage(ColumnReads):
             return
         self._columns.schema.check(rows.root)
         if rows.batch[1:] != self.lanes:
-            raise SchemaError(f"expected lanes {list(self.lanes)}, got {list(rows.batch[1:])}")
+            raise SchemaError(
+                f"expected lanes of sizes {list(self.lanes)}, got {list(rows.batch[1:])}"
+            )
 
     def accept(self, rows: Rows) -> None:
         if type(rows) is MatchedRows and rows.matcher is self._matcher:
@@ -538,7 +540,7 @@ def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> t
     Raises:
         SchemaError: the value does not fit.
     """
-    expect(value, torch.Tensor, f"key {format_key(path)}: a tensor", SchemaError)
+    expect(value, torch.Tensor, f"key {format_key(path)} as a tensor", SchemaError)
     if path in FLAG_KEYS and [*value.shape, 1] == list(shape):
         value = value.unsqueeze(-1)
     if value.dtype != dtype or value.shape != shape:

@@ -420,7 +420,8 @@ def set_alone(parts: Parts, reference: Any) -> None:
     other, part = parts[0]() if parts else None, reference()
     if other is not None and other is not part and other.owner is not part.owner:
         raise RuntimeError(
-            f"expected one buffer over a shared storage, got another with a {type(part).__name__}"
+            f"expected one buffer over a storage that processes share, got another one with a "
+            f"{type(part).__name__}"
         )
     parts[:] = [reference]
 

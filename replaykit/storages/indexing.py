@@ -60,7 +60,9 @@ def _as_tensor(index: Any) -> torch.Tensor:
         numbers = index if of_tensors else np.asarray(index)
         tensor = as_tensor(numbers) if len(index) else arange(0)
     else:
-        raise TypeError(f"expected an int, slice, LongTensor or mask, got {type(index).__name__}")
+        raise TypeError(
+            f"expected an int, slice, list, LongTensor or bool mask, got {type(index).__name__}"
+        )
     if tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"expected an integer or bool index, got dtype {tensor.dtype}")
     return tensor
@@ -181,7 +183,7 @@ def check_no_hole(slots: torch.Tensor, length: int) -> None:
     fresh = slots[slots >= length].unique()
     if len(fresh) and int(fresh[-1]) != length + len(fresh) - 1:
         raise RuntimeError(
-            f"expected no gap after {length} rows, got a write at slot {int(fresh[-1])}"
+            f"expected no gap after the {length} stored rows, got a write at slot {int(fresh[-1])}"
         )
 
 

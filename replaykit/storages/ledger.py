@@ -112,7 +112,9 @@ def _check_generations(table: torch.Tensor, length: int) -> None:
     """
     known = table.numpy()
     if len(known) and (known.min() < -1 or known.max() > _MOST or (known[:length] < 0).any()):
-        raise ValueError(f"expected 'generations' of {length} rows, up to {_MOST}, got {table}")
+        raise ValueError(
+            f"expected 'generations' of all {length} stored rows, up to {_MOST}, got {table}"
+        )
 
 
 class Ledger:

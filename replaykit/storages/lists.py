@@ -225,7 +225,9 @@ class ListStorage(Storage):
             if isinstance(at, slice):
                 return self._items[at]
             if at.ndim != 1:
-                raise IndexError(f"expected an index of one dimension, got shape {list(at.shape)}")
+                raise IndexError(
+                    f"expected an index of one dimension for a list, got shape {list(at.shape)}"
+                )
             return [self._items[row] for row in at.tolist()]
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
@@ -310,7 +312,9 @@ class ListStorage(Storage):
 
     def check_content(self, content: Content) -> list[Any]:
         if content.lanes:
-            raise SchemaError(f"expected rows with ndim=1, got ndim={len(content.lanes) + 1}")
+            raise SchemaError(
+                f"expected rows of a storage with ndim=1, got ndim={len(content.lanes) + 1}"
+            )
         return [self._owned(item) for item in content.items()]
 
     def load_content(self, content: Content, target: Any, rows: torch.Tensor | None) -> None:
@@ -408,7 +412,8 @@ def _with_key(row: Any, path: Path, value: torch.Tensor) -> Any:
         inner = value if len(path) == 1 else _with_key(row.get(path[0], {}), path[1:], value)
         return {**row, path[0]: inner}
     raise RuntimeError(
-        f"key {format_key(path)}: expected rows as TensorDicts or dicts, got a {type(row).__name__}"
+        f"key {format_key(path)}: expected rows that are TensorDicts or dicts, got a "
+        f"{type(row).__name__}"
     )
 
 

@@ -323,7 +323,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             if self.recovery is not None or self.dedup_next:
                 reason = "other processes use" if self.recovery is not None else "dedup_next uses"
                 raise RuntimeError(
-                    f"{reason} the files of this storage until it dies; do not call cleanup()"
+                    f"{reason} the files of this storage until it dies, which removes them; do not "
+                    "call cleanup()"
                 )
             if self._private is None or self._private[1] != os.getpid():
                 return False
@@ -368,7 +369,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             rows = columns.rows if isinstance(columns, DedupColumns) else columns
             folder = self._made_in if self.recovery is None else self.recovery.folder
             if folder is None:
-                raise RuntimeError("expected rows in files, got rows that cleanup() has removed")
+                raise RuntimeError(
+                    "expected rows in files, got rows whose files cleanup() has removed"
+                )
             plan = RowFiles.of(folder, rows.schema, rows.slots, rows.lanes)
         file, offset = plan.offset_of(path)
         size = tensor.dtype.itemsize

@@ -83,7 +83,9 @@ def allocate(
         MemoryError: the device has too little free memory; the error names both numbers.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"expected a device of this machine, got {device}: CUDA is missing")
+        raise RuntimeError(
+            f"expected a device of this machine, got {device}: CUDA is not available"
+        )
     shapes = column_shapes(schema, slots, lanes, layout)
     needed = storage_bytes(schema, slots, lanes, layout)
     free = available_memory(device)

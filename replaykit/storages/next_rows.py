@@ -121,7 +121,7 @@ def pairs_of(schema: Schema, keys: bool | tuple[Key, ...], lane_key: Path | None
         )
     if overlap := root_of.keys() & set(root_of.values()):
         raise ValueError(
-            f"dedup_next: expected keys outside 'next', got {format_key(overlap.pop())}"
+            f"dedup_next: expected keys outside of 'next', got {format_key(overlap.pop())}"
         )
     stored = schema.part([path for path in leaves if path not in root_of])
     return Pairs(schema, stored, schema.part(list(root_of)), root_of)

@@ -292,7 +292,8 @@ def field_of(column: Mapping[str, Any], records: Any) -> Any:
         or at + math.prod(shape) * size > stride
     ):
         raise ValueError(
-            f"expected {dtype} {shape} at a multiple of {size} below {stride}, got {at!r}"
+            f"expected {dtype} {shape} at a multiple of {size} in records of {stride} bytes, "
+            f"got {at!r}"
         )
     view: Callable[[torch.Tensor], torch.Tensor] = partial(
         _aligned_field, offset=at, dtype=dtype, shape=torch.Size(shape)

@@ -148,7 +148,9 @@ class References:
         for kind in (OBSERVATION, NEXT):
             entries = entries_of(found, np.arange(self.rows), self.lanes, kind)
             if self.rows and not -self.overflow <= entries.min() <= entries.max() < self.rows:
-                raise ValueError(f"expected references to {self.rows} + {self.overflow} entries")
+                raise ValueError(
+                    f"expected references to {self.rows} and {self.overflow} entries, got others"
+                )
             if (np.bincount(entries + self.overflow) > 1).any():
                 raise ValueError("expected an entry for each reference, got an entry of two rows")
         return found
@@ -312,5 +314,7 @@ def _known_before(
     if streams:
         steps = tables[1]
         if lanes or steps.dtype not in (torch.int32, torch.int64) or len(steps) != rows:
-            raise ValueError(f"expected distances of {rows} rows to the next ones, got {steps!r}")
+            raise ValueError(
+                f"expected the distances of {rows} rows to their next ones, got {steps!r}"
+            )
     return References(rows, lanes.numel(), tuple(tables), count)

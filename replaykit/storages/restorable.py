@@ -88,14 +88,17 @@ class RestorableStorage(ColumnStorage):
         group = self._completed(content)
         if len(content.lanes) != self.ndim - 1:
             raise SchemaError(
-                f"expected rows with ndim={self.ndim}, got ndim={len(content.lanes) + 1}"
+                f"expected rows of a storage with ndim={self.ndim}, "
+                f"got ndim={len(content.lanes) + 1}"
             )
         if self._columns is None:
             self._check_lane_key(group.schema.leaves)
             return _Target(self._slots_for(content.lanes))
         self._columns.schema.check(group.schema.root)
         if content.lanes != self.lanes:
-            raise SchemaError(f"expected lanes {list(self.lanes)}, got {list(content.lanes)}")
+            raise SchemaError(
+                f"expected lanes of sizes {list(self.lanes)}, got {list(content.lanes)}"
+            )
         return _Target(self._columns.slots)
 
     @property

@@ -99,7 +99,8 @@ def refuse_taken(
         if (user := who_uses(folder, own)) is not None:
             raise RuntimeError(f"{folder} is in use by {user}; give another scratch_dir")
         raise RuntimeError(
-            f"{min(files)} exists; give another scratch_dir, or existsok=True to lose its content"
+            f"the file {min(files)} exists; give another scratch_dir, or existsok=True to use its "
+            "space and lose its content"
         )
 
 

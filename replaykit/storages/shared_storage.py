@@ -571,7 +571,10 @@ def begin_sharing(
         OSError: the folder cannot be made or opened.
     """
     if join and not folder.exists():
-        raise RuntimeError(f"{folder} is gone: the processes that shared the buffer have ended")
+        raise RuntimeError(
+            f"{folder} is gone: the processes that shared the buffer ended before this one "
+            "received it"
+        )
     check_flock()
     one_thread_in_children()
     home = RecoveryFolder(folder, shared=True, recoverable=recover, durable=durable)

@@ -266,7 +266,9 @@ class Storage(Uncompiled, ABC):
             RuntimeError: nothing was written yet.
         """
         if not self.ledger.next_position:
-            raise RuntimeError("Cannot get elements out of a non-initialized storage: it is empty")
+            raise RuntimeError(
+                "Cannot get elements out of a non-initialized storage: nothing is stored yet"
+            )
         return self
 
     def collate(self, rows: Any) -> Any:
@@ -280,7 +282,8 @@ class Storage(Uncompiled, ABC):
             NotImplementedError: a custom storage does not define ``clear``.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be emptied: it defines no clear(self)"
+            f"{type(self).__name__} cannot be emptied: it defines no clear(self) that removes all "
+            "of its rows"
         )
 
     def content(self) -> Content:
@@ -415,7 +418,10 @@ class Storage(Uncompiled, ABC):
         Raises:
             RuntimeError: the storage has no episode index.
         """
-        raise RuntimeError(f"expected a tensor or memmap storage, got {type(self).__name__}")
+        raise RuntimeError(
+            f"a {type(self).__name__} does not know where episodes end; use a tensor or memmap "
+            "storage"
+        )
 
     def resume(self, *, over: bool) -> None:
         """Continue the episodes that a load has ended, or end them again.

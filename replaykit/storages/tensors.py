@@ -86,13 +86,16 @@ class TensorStorage(RestorableStorage):
         lane_key: Any = None,
     ) -> None:
         if storage is None:
-            raise ValueError("Expected storage to be non-null; a LazyTensorStorage starts empty")
+            raise ValueError(
+                "Expected storage to be non-null, got None; LazyTensorStorage starts empty"
+            )
         rows = split_leaves(storage, ndim)
         if not rows.batch.numel():
             raise ValueError(f"expected at least one row, got batch shape {list(rows.batch)}")
         if max_size is not None and max_size != len(rows):
             raise ValueError(
-                f"The max-size and the storage shape mismatch: {max_size} and {len(rows)} rows"
+                f"The max-size and the storage shape mismatch: got max_size={max_size} for "
+                f"{len(rows)} rows"
             )
         super().__init__(rows.batch.numel(), device=device, ndim=ndim, lane_key=lane_key)
         self._check_lane_key(rows.leaves)
@@ -118,7 +121,8 @@ class TensorStorage(RestorableStorage):
             return self
         if isinstance(columns, DedupColumns):
             raise RuntimeError(
-                "observations that are stored once have no flat view; use storage[:]"
+                "rows whose observations are stored once cannot be flattened without a copy; use "
+                "storage[:]"
             )
         if not len(self):
             raise RuntimeError("nothing is stored now; there are no rows to flatten")
@@ -320,7 +324,9 @@ class LazyTensorStorage(TensorStorage):
     def _check_sharing_options(self) -> None:
         name = type(self).__name__
         if self._device == "auto" or torch.device(self._device).type != "cpu":
-            raise ValueError(f"expected a {name} on the CPU for shared=True, got {self._device}")
+            raise ValueError(
+                f"expected a {name} on the CPU for shared=True, got device {self._device}"
+            )
 
     def _begin_sharing(
         self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any

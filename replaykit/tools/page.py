@@ -93,7 +93,7 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
         os.replace(draft, target)
     except OSError as error:
         raise OSError(
-            error.errno, f"the page cannot be made: {error.strerror}", str(target)
+            error.errno, f"the page cannot be written: {error.strerror}", str(target)
         ) from None
     finally:
         draft.unlink(missing_ok=True)

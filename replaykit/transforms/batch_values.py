@@ -121,7 +121,7 @@ def as_keys(keys: Any) -> list[Path]:
         TypeError: it is not a list of keys.
         ValueError: it is empty.
     """
-    expect(keys, (list, tuple), "keys: a list of keys")
+    expect(keys, (list, tuple), "keys as a list of keys")
     if not keys:
         raise ValueError("keys: expected at least one key, got none")
     return [unravel(key) for key in keys]
@@ -226,7 +226,9 @@ def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
     if around.mask is not None:
         same &= around.mask[1:] & around.mask[:-1]
     if (same & (around.time[1:] != around.time[:-1] + 1)).any():
-        raise ValueError("expected windows of rows that follow each other, got gaps")
+        raise ValueError(
+            "expected windows of rows that follow each other, got windows with gaps between rows"
+        )
     if ended is not None:
         same &= ~ended[:-1]
     # The last row of each row's run. A run is a sequence of rows that follow each other.

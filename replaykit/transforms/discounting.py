@@ -313,7 +313,8 @@ class ReturnToGo(Transform):
         self.key, self.reward = unravel(key), unravel(reward)
         if self.key in (_VALID, self.reward):
             raise ValueError(
-                f"key: expected a new key, not 'return_valid', got {format_key(self.key)}"
+                f"key: expected neither the key of the rewards nor 'return_valid', got "
+                f"{format_key(self.key)}"
             )
         self.value: Callable[[Any], Any] | Key | None = None
         if value is not None:
@@ -521,11 +522,12 @@ class ReturnToGo(Transform):
         else:
             assert self.value is not None
             value = self.value(_nested(found, int(truncated.sum())))
-            expect(value, torch.Tensor, "value: a tensor")
+            expect(value, torch.Tensor, "value as a tensor")
         expected = (int(truncated.sum()), *reward.shape[1:])
         if value.shape != expected:
             raise ValueError(
-                f"value: expected {list(expected)}, as rewards, got {list(value.shape)}"
+                f"value: expected the shape of the rewards, {list(expected)}, got "
+                f"{list(value.shape)}"
             )
         values = np.zeros((len(truncated), *reward.shape[1:]))
         values[truncated] = value.detach().to("cpu", torch.float64).numpy()
@@ -635,5 +637,5 @@ def _checked_clip(clip: Any) -> tuple[float, float]:
 
 
 def _require_columns(storage: Storage) -> ColumnStorage:
-    need = "a tensor or memmap storage for ReturnToGo"
+    need = "a storage with an episode index for ReturnToGo, a tensor or memmap storage"
     return expect(storage, ColumnStorage, need, RuntimeError)

@@ -44,7 +44,10 @@ def arranged(frames: torch.Tensor, how: StackFrames) -> torch.Tensor:
         return frames
     places = features + how.new_dim
     if not -places <= how.dim < places:
-        raise ValueError(f"dim: expected one of frames {list(frames.shape[2:])}, got {how.dim}")
+        raise ValueError(
+            f"dim: expected one in [{-places}, {places}) for frames {list(frames.shape[2:])}, got "
+            f"{how.dim}"
+        )
     dim = how.dim % places
     if how.new_dim:
         return frames.movedim(1, 1 + dim)
@@ -470,7 +473,9 @@ class PreviousStep(HistoryTransform):
         columns[VALID] = lookup(data, VALID)
         for key, column in columns.items():
             if column is None:
-                raise KeyError(f"stored=True expected a column of {format_key(key)} at 'previous'")
+                raise KeyError(
+                    f"stored=True expected the column of {format_key(key)} under 'previous'"
+                )
         held = begins & columns[VALID].flatten().cpu().numpy()
         at = torch.from_numpy(held.nonzero()[0]).to(columns[VALID].device)
         for key in self.keys:
@@ -491,7 +496,8 @@ class PreviousStep(HistoryTransform):
             low, high = (0, 1) if dtype is torch.bool else _limits(dtype)
             if not init.is_integer() or not low <= init <= high:
                 raise ValueError(
-                    f"init: expected a number in {dtype}, for {format_key(name)}, got {init:g}"
+                    f"init: expected a number that {dtype} can hold, for {format_key(name)}, got "
+                    f"{init:g}"
                 )
             init = int(init)
         return filled(values, begins, init)

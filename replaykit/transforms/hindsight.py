@@ -281,12 +281,14 @@ class HindsightGoal(HistoryTransform):
         if check is not None:
             one_of("check", check, ("warn", "error"))
         for name, function in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
-            expect(function, Callable | None, f"{name}: a function of achieved and goal")
+            expect(function, Callable | None, f"{name} as a function of achieved and goal")
         self.strategy, self.scope, self.check = strategy, scope, check
         self.achieved: Key = ("next", *_root_key("achieved", achieved))
         self.goal = _root_key("goal", goal)
         if self.achieved == ("next", *self.goal):
-            raise ValueError(f"expected different achieved and goal, got {format_key(self.goal)}")
+            raise ValueError(
+                f"expected different keys for achieved and goal, got {format_key(self.goal)}"
+            )
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self._goals: tuple[Path, Path] = (self.goal, ("next", *self.goal))
         written: set[Path] = {*self._goals, REWARD}
@@ -479,7 +481,7 @@ class HindsightGoal(HistoryTransform):
             return _checked("reward_fn", self.reward_fn(achieved, goal), old).to(old.dtype)
         if old.shape[1:].numel() != 1:
             raise ValueError(
-                f"expected one reward per row, got {list(old.shape)}; pass a reward_fn"
+                f"expected one reward per row, got shape {list(old.shape)}; pass a reward_fn"
             )
         return distance_rewards(achieved, goal, old)
 
@@ -525,9 +527,11 @@ def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 
 def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:
     """Return a user function's result. TypeError or ValueError if it does not fit."""
-    expect(found, torch.Tensor, f"{name}: a tensor")
+    expect(found, torch.Tensor, f"{name} as a tensor")
     if found.shape != old.shape:
-        raise ValueError(f"{name}: expected shape {list(old.shape)}, got {list(found.shape)}")
+        raise ValueError(
+            f"{name}: expected the stored shape {list(old.shape)}, got {list(found.shape)}"
+        )
     return found
 
 

@@ -313,7 +313,7 @@ class HistoryTransform(Transform, ABC):
     def surroundings(self, fetched: Any) -> Surroundings:
         """Return the edited episodes of the batch, for ``edits_episodes``."""
         raise NotImplementedError(
-            f"{type(self).__name__} has edits_episodes, but no surroundings()"
+            f"{type(self).__name__} sets edits_episodes, but has no surroundings()"
         )
 
 
@@ -360,6 +360,7 @@ def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch
     missing = [key for key, value in found.items() if value is None]
     if missing:
         raise KeyError(
-            f"{type(who).__name__} expected the keys {', '.join(map(format_key, missing))}"
+            f"{type(who).__name__} expected the keys {', '.join(map(format_key, missing))}, got "
+            "data without them"
         )
     return found

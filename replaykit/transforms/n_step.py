@@ -178,7 +178,8 @@ class NStepWriting(Transform):
         dims = data.batch_dims
         if not -dims <= self.time_dim < dims:
             raise ValueError(
-                f"time_dim: expected one of {list(data.batch_size)}, got {self.time_dim}"
+                f"time_dim: expected a batch dimension of rows {list(data.batch_size)}, got "
+                f"{self.time_dim}"
             )
         return self.time_dim % dims
 

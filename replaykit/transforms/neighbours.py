@@ -312,7 +312,7 @@ class Windows(HistoryTransform):
         fps: float | None = None,
         pad_after: int | None = None,
     ) -> None:
-        expect(offsets, Mapping, "offsets: a mapping of keys to offsets")
+        expect(offsets, Mapping, "offsets as a mapping of keys to offsets")
         if not offsets:
             raise ValueError("offsets: expected at least one key, got none")
         self.unit, self.fps = one_of("unit", unit, ("steps", "seconds")), None
@@ -340,7 +340,8 @@ class Windows(HistoryTransform):
             return
         if fps is None:
             raise ValueError(
-                "fps: the data set states no fps for offsets in seconds; pass Windows(..., fps=)"
+                "fps: expected a data set that states its fps, for offsets in seconds; pass "
+                "Windows(..., fps=)"
             )
         if self.fps is None:
             self._set_steps(float(fps))
@@ -364,7 +365,8 @@ class Windows(HistoryTransform):
                     )
                 if abs(steps) > _FARTHEST:
                     raise ValueError(
-                        f"key {key!r}: expected at most {_FARTHEST} steps, got {number:g}"
+                        f"key {key!r}: expected offsets of at most {_FARTHEST} steps, got "
+                        f"{number:g}"
                     )
             found[key] = np.array([round(number * fps) for number in numbers], np.int64)
         everything = np.concatenate(list(found.values()))

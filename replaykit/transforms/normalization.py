@@ -428,7 +428,7 @@ class Normalize(_Scaling):
     def __init__(
         self, statistics: Any, modes: Mapping[Any, str], *, with_next: bool = False
     ) -> None:
-        expect(modes, Mapping, "modes: a mapping of keys to modes")
+        expect(modes, Mapping, "modes as a mapping of keys to modes")
         self.keys, self.with_next = as_keys(list(modes)), bool(with_next)
         self.modes = dict(zip(self.keys, modes.values(), strict=True))
         self._scales = [_scale_of(statistics, key, mode) for key, mode in self.modes.items()]
@@ -585,7 +585,7 @@ class Pad(ValueTransform):
     """
 
     def __init__(self, widths: Mapping[Any, int | torch.Tensor]) -> None:
-        expect(widths, Mapping, "widths: a mapping of keys to widths")
+        expect(widths, Mapping, "widths as a mapping of keys to widths")
         self.widths: dict[Path, int | torch.Tensor] = {}
         for key, width in widths.items():
             name = f"key {key!r}: width"

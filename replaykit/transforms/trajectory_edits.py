@@ -285,7 +285,7 @@ class TrajectoryTransform(HistoryTransform):
         allow_open: bool = False,
         allow_headless: bool = False,
     ) -> None:
-        expect(fn, Callable, "fn: a function of an episode")
+        expect(fn, Callable, "fn as a function of an episode")
         self.fn = fn
         self.allow_open, self.allow_headless = bool(allow_open), bool(allow_headless)
         self.needs = Needs(closed=not self.allow_open, intact=not self.allow_headless)
@@ -402,7 +402,7 @@ def _seed(generator: torch.Generator | None) -> int:
 
 
 def _taken_apart(episode: Any, number: int) -> tuple[Node, dict[Path, torch.Tensor], int]:
-    expect(episode, TensorDictBase, "fn: a TensorDict for an episode")
+    expect(episode, TensorDictBase, "fn to return a TensorDict for an episode")
     if not episode.batch_dims:
         raise ValueError("fn: expected an episode of batch size [n], got []")
     if not len(episode):

@@ -61,7 +61,7 @@ class Cast(ValueTransform):
     """
 
     def __init__(self, dtype: torch.dtype, keys: Sequence[Any], with_next: bool = False) -> None:
-        expect(dtype, torch.dtype, "dtype: a torch dtype")
+        expect(dtype, torch.dtype, "dtype as a torch dtype")
         if dtype is torch.bool:
             raise ValueError("dtype: expected numbers, got torch.bool")
         self.dtype, self.keys, self._memory = dtype, as_keys(keys), BatchMemory()
@@ -200,7 +200,7 @@ class ImageScale(ValueTransform):
                 continue
             if not image.dtype.is_floating_point:
                 raise TypeError(
-                    f"key {format_key(key)}: expected uint8 or float, got {image.dtype}"
+                    f"key {format_key(key)}: expected uint8 or floats, got {image.dtype}"
                 )
             made[key] = self._bytes(image, key)
         if not made:
@@ -434,16 +434,16 @@ class RewardMap(_RewardTransform):
 
     def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor], key: Any = REWARD) -> None:
         super().__init__(key)
-        expect(fn, Callable, "fn: a function of rewards")
+        expect(fn, Callable, "fn as a function of rewards")
         self.fn = fn
 
     def _mapped(self, old: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         given = old if real is None else old[real]
         new = self.fn(given)
-        expect(new, torch.Tensor, "fn: a tensor of rewards")
+        expect(new, torch.Tensor, "fn to return a tensor of rewards")
         if new.shape != given.shape:
             raise ValueError(
-                f"{self!r}: expected rewards {list(given.shape)}, got {list(new.shape)}"
+                f"{self!r}: expected rewards of shape {list(given.shape)}, got {list(new.shape)}"
             )
         if real is None:
             return new
@@ -627,7 +627,9 @@ class KeepRaw(Transform):
         for key in self.keys:
             value = lookup(data, key)
             if value is None:
-                raise KeyError(f"KeepRaw expected the key {format_key(key)}, got none in the batch")
+                raise KeyError(
+                    f"KeepRaw expected the key {format_key(key)}, got a batch without it"
+                )
             if lookup(data, self.under + key) is not None:
                 raise KeyError(
                     f"KeepRaw expected no key {format_key(self.under + key)} in the batch; pass "

@@ -161,7 +161,8 @@ class ByNumber(Evictor):
         found = np.asarray(self.number(episodes))
         if found.shape != (len(episodes),) or found.dtype.kind not in "biuf":
             raise ValueError(
-                f"evict: expected {len(episodes)} numbers, got {found.dtype} {list(found.shape)}"
+                f"evict: expected a number for each of {len(episodes)} episodes, got "
+                f"{found.dtype} {list(found.shape)}"
             )
         return np.lexsort((episodes.id, found))
 
@@ -182,7 +183,7 @@ class _EpisodeWriterState(WriterState):
     def __post_init__(self) -> None:
         if len(self.lanes) != self.ledger.length:
             raise ValueError(
-                f"expected streams of {self.ledger.length} rows, got {len(self.lanes)}"
+                f"expected the streams of {self.ledger.length} rows, got {len(self.lanes)}"
             )
 
 

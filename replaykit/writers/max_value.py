@@ -94,7 +94,9 @@ class TensorDictMaxValueWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to. Raises ValueError if it has ``ndim > 1``."""
         if storage.ndim > 1:
-            raise ValueError(f"a {type(self).__name__} expected ndim=1, got ndim={storage.ndim}")
+            raise ValueError(
+                f"a {type(self).__name__} expected a storage with ndim=1, got ndim={storage.ndim}"
+            )
         super().register_storage(storage)
         self._heap = self._ranks_then = None
 
@@ -190,13 +192,14 @@ class TensorDictMaxValueWriter(Writer):
         rows = values.shape[0]
         if rows and not values[0].numel():
             raise ValueError(
-                f"expected a rank at {format_key(self.rank_key)}, got {list(values.shape)}"
+                f"expected a rank under {format_key(self.rank_key)}, got shape {list(values.shape)}"
             )
         ranks = reduce_rows(values.cpu(), self.reduction)
         wrong = ranks.isnan().nonzero()
         if len(wrong):
             raise ValueError(
-                f"expected a number at {format_key(self.rank_key)}, got NaN in row {int(wrong[0])}"
+                f"expected ranks that are numbers, got NaN under {format_key(self.rank_key)} "
+                f"at row {int(wrong[0])}"
             )
         return np.ascontiguousarray(ranks.numpy())
 

@@ -174,7 +174,8 @@ class _LaneState(WriterState):
         rows = self.ledger.length
         if (self.longest or 0) > rows or len(self.lanes) != rows:
             raise ValueError(
-                f"expected {rows} streams and the longest, got {len(self.lanes)} and {self.longest}"
+                f"expected the streams of {rows} rows, and the longest of them, got "
+                f"{len(self.lanes)} and {self.longest}"
             )
         if isinstance(self.lanes, torch.Tensor):
             _check_streams(self.lanes)
@@ -407,7 +408,8 @@ def check_tensordicts(rows: Rows, writer: Writer) -> None:
     root = rows.root
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         raise RuntimeError(
-            f"a {type(writer).__name__} expects data to be a tensor collection, got {root}"
+            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
+            f"TensorDicts, got {root}"
         )
 
 

@@ -293,9 +293,13 @@ class Writer(Uncompiled, ABC):
         state, storage = state_dict["_ledger"], self.storage
         with storage.lock:
             if state["slots"] != storage.ledger.slots:
-                raise ValueError(f"expected {storage.ledger.slots} slots, got {state['slots']}")
+                raise ValueError(
+                    f"expected the state of {storage.ledger.slots} slots, got {state['slots']}"
+                )
             if state["length"] * storage.lanes.numel() != len(storage):
-                raise ValueError(f"expected {len(storage)} stored rows, got {state['length']}")
+                raise ValueError(
+                    f"expected the state of {len(storage)} stored rows, got {state['length']}"
+                )
             self.restore(state_dict, None)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:

@@ -824,7 +824,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
         ({"n_steps": 3}, "gamma: expected the discount of the algorithm with n_steps=3, got None"),
         ({"alpha": 0.6}, "alpha: expected None without prioritized=True, got 0.6"),
         ({"beta": 0.0}, "beta: expected None without prioritized=True, got 0.0"),
-        ({"recover": True}, "expected storage= as a folder for the rows, got 'memory'"),
+        ({"recover": True}, "expected storage= with the folder of the rows, got 'memory'"),
     ],
 )
 def test_wrong_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:

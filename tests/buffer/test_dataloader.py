@@ -356,7 +356,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "seed as an int", lambda: filled().dataloader(seed="a")),  # type: ignore[arg-type]
     (ValueError, "batch_size as an int", lambda: filled().dataloader(0)),
     (ValueError, "workers as an int", lambda: filled().dataloader(workers=-1)),
-    (ValueError, "drop_last: ", lambda: filled().dataloader(drop_last=True)),
+    (ValueError, "drop_last with", lambda: filled().dataloader(drop_last=True)),
     (
         ValueError,
         "steps=None with SamplerWithoutReplacement",

@@ -127,7 +127,7 @@ def test_empty_index_gives_an_empty_batch(kind: str, index: Any):
 def test_list_storage_refuses_a_two_dimensional_index():
     buffer = buffer_of("list")
     buffer.extend(rows(3))
-    with pytest.raises(IndexError, match=r"one dimension, got shape \[1, 2\]"):
+    with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):
         buffer[torch.tensor([[0, 1]])]
 
 

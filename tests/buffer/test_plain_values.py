@@ -121,7 +121,7 @@ def test_steps_of_all_lanes_may_be_lists() -> None:
     for step in range(2):
         rb.add({"r": [1.0 + step, 2.0, 3.0], "o": np.full((3, 2), step)})
     assert rb[:]["r"].tolist() == [[1.0, 2.0], [2.0, 2.0], [3.0, 3.0]]
-    with pytest.raises(SchemaError, match=r"key 'r'.*got shape \[\]|time in batch dimension"):
+    with pytest.raises(SchemaError, match=r"key 'r'.*got shape \[\]|time along batch dimension"):
         rb.add({"r": 1.0, "o": np.zeros((3, 2))})
 
 

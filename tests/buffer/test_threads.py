@@ -213,7 +213,7 @@ def _random_mix(
         "empty storage",  # emptied meanwhile
         "nothing is stored",  # a storage without its first row
         "track_generations",  # a writer that does not
-        "which has no columns",
+        "has no columns to patch",
         "no key",
         "expected a row in",  # edited beyond what is left
         "expected rows in",  # the same through a transform

@@ -460,7 +460,7 @@ def test_mapped_load_without_system_support_raises_an_error(
     filled().dumps(tmp_path)
     monkeypatch.setattr(filesystem, "_SYSTEM", None)
     buffer = make()
-    with pytest.raises(NotImplementedError, match="mmap=True needs a 64-bit POSIX system"):
+    with pytest.raises(NotImplementedError, match="mmap=True on a 64-bit POSIX system"):
         buffer.loads(tmp_path, mmap=True)
     assert not buffer.storage.initialized
 

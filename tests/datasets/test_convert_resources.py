@@ -152,7 +152,7 @@ def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
         original(self)
 
     monkeypatch.setattr(RowWriter, "finish", touch)
-    with pytest.raises(CorpusError, match="changed during its conversion"):
+    with pytest.raises(CorpusError, match="changed while it was converted"):
         convert(tmp_path / "data", path)
     assert not (tmp_path / "data").exists()
 

@@ -375,7 +375,7 @@ def test_a_file_that_fails_keeps_the_others(web: LoopbackHub) -> None:
         (lambda: download("http://host/a%2Fb"), "expected the name of a file"),
         (lambda: download("http://h/a", checksums={"http://h/b": "0" * 64}), "checksums: expected"),
         (lambda: download("http://h/a", checksums={"http://h/a": "0" * 63}), "64 lower-case"),
-        (lambda: download("http://h/a", max_workers=0), "max_workers of at least 1"),
+        (lambda: download("http://h/a", max_workers=0), "max_workers: expected at least 1"),
         (lambda: WebFile("http://h/a", size=-1), "expected bytes >= 0"),
     ],
 )

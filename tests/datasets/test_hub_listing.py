@@ -151,7 +151,7 @@ def test_a_web_page_in_place_of_a_listing(hub: Any, route: str) -> None:
 def test_a_path_that_leaves_the_repository_is_refused(hub: Any) -> None:
     entry = {"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" * 40}
     hub.faults.append(Fault(route="tree", body=json.dumps([entry]).encode()))
-    with pytest.raises(DownloadError, match="expected a relative one"):
+    with pytest.raises(DownloadError, match="expected a relative path"):
         listing_of()
 
 

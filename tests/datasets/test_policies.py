@@ -422,8 +422,8 @@ def test_files_that_cannot_be_opened_are_skipped_by_name(tmp_path):
     [
         ({"constant": "maybe"}, r"constant as one of \('keep', 'drop'\), got 'maybe'"),
         ({"on_invalid": "ignore"}, "on_invalid as one of"),
-        ({"casts": {"float64": "text"}}, "casts of NumPy dtypes to torch dtypes"),
-        ({"casts": {"float64": "datetime64[s]"}}, "casts of NumPy dtypes to torch dtypes"),
+        ({"casts": {"float64": "text"}}, "casts from NumPy dtypes to dtypes of torch"),
+        ({"casts": {"float64": "datetime64[s]"}}, "casts from NumPy dtypes to dtypes of torch"),
         ({"exclude": "info"}, "exclude as a list of keys, got 'info'"),
         ({"include": [()]}, "include as a list of keys"),
         ({"exclude": [("next", "done")]}, "exclude without flags and ids"),

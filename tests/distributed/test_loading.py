@@ -114,7 +114,7 @@ def test_loader_refuses_unsupported_configurations(loaded: Any) -> None:
     for wrong, text in (
         ({"workers": 1, "multiprocessing_context": "fork"}, r"spawned|backend='ray'"),
         ({"workers": -1}, "expected workers as an int"),
-        ({"drop_last": True}, "drop_last: expected a sampler"),
+        ({"drop_last": True}, "drop_last with a sampler"),
         ({"steps": 0}, "expected steps"),
         ({"batch_size": 0}, "expected batch_size"),
     ):

@@ -486,7 +486,7 @@ def test_a_silent_supervisor_is_not_waited_for_without_end(shardless: Any) -> No
         lambda: supervisor.pace.admit(INSERT, 2, None),  # longer than the limiter waits at a time
     )
     for ask in asks:
-        with pytest.raises(TimeoutError, match="the supervisor of shards has not answered"):
+        with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
             ask()
     assert ray.within == [2.0, 3.0, 7.0]
     asked, back = ray.sent[-2:]

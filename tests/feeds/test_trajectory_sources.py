@@ -229,7 +229,7 @@ def test_alf_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     torch.save({"x": Path("a")}, path)
     refuses(ValueError, "is no checkpoint of tensors", AlfCheckpoint, path)
     torch.save({"a._current_pos": torch.zeros(1), "b._current_pos": torch.zeros(1)}, path)
-    refuses(ValueError, r"got \['a\.', 'b\.'\]; name it by buffer=", AlfCheckpoint, path)
+    refuses(ValueError, r"got \['a\.', 'b\.'\]; name one with buffer=", AlfCheckpoint, path)
     refuses(ValueError, r"the buffer 'b\.' has no column 'reward'", AlfCheckpoint, path, buffer="b")
 
 

@@ -110,7 +110,7 @@ def test_columns_episodes_and_components_are_those_of_a_member() -> None:
         assert not hasattr(ensemble, name)
         refuses(AttributeError, rf"ensemble\[i\]\.{name}", getattr, ensemble, name)
     refuses(AttributeError, "'sampel'", lambda: ensemble.sampel(3))
-    refuses(TypeError, "got a key; use ensemble", lambda: ensemble["id"])
+    refuses(TypeError, "columns are those of a member", lambda: ensemble["id"])
 
 
 def test_repr_and_stats_describe_the_ensemble() -> None:

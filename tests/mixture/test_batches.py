@@ -163,7 +163,7 @@ def test_rows_that_cannot_be_stacked_ask_for_a_collate_fn() -> None:
         rb = ReplayBuffer(storage=LazyStackStorage(9))
         rb.extend([TensorDict({"x": torch.zeros(length + number)}) for length in (1, 2, 3)])
         members.append(rb)
-    with pytest.raises(ValueError, match=r"member 0: .*give collate_fn="):
+    with pytest.raises(ValueError, match=r"member 0: .*give a collate_fn="):
         both(*members, generator=torch.Generator().manual_seed(0)).sample(6)
     ensemble = both(*members, collate_fn=LazyStackedTensorDict.lazy_stack)
     batch = ensemble.sample(6)

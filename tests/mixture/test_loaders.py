@@ -206,5 +206,5 @@ def test_members_that_loaders_cannot_draw_from_are_named() -> None:
     with pytest.raises(ValueError, match="member 1: expected a sampler whose draws leave"):
         ReplayBufferEnsemble(make_member(0), used_up).dataloader(4)
     refuses(RuntimeError, "batch_size not specified", make_ensemble([3, 3]).dataloader)
-    with pytest.raises(ValueError, match="drop_last: expected a sampler that draws"):
+    with pytest.raises(ValueError, match="drop_last with a sampler that draws"):
         make_ensemble([3, 3]).dataloader(2, drop_last=True)

@@ -159,9 +159,9 @@ def test_priorities_of_absent_rows_and_members_are_refused() -> None:
         ensemble.update_priority({"index": torch.tensor([0])}, 5.0)
     refuses(ValueError, "one a row", ensemble.update_priority, good, torch.ones(3))
     for bare in ([0, 1], torch.tensor([0, 1])):  # of which member?
-        refuses(TypeError, "index of a sample of the ensemble", ensemble.update_priority, bare, 5.0)
+        refuses(TypeError, "with index and buffer_ids", ensemble.update_priority, bare, 5.0)
     batch = ensemble.sample(4)
-    with pytest.raises(KeyError, match="'td_error' in the data of member"):
+    with pytest.raises(KeyError, match="'td_error' in the data for member"):
         ensemble.update_tensordict_priority(batch)
     with pytest.raises(KeyError, match="'index'"):
         ensemble.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))

@@ -62,8 +62,8 @@ def test_states_that_do_not_fit_are_refused(kernel: str, memory: Memory) -> None
     cases: list[tuple[type[Exception], str, Any]] = [
         (TypeError, r"leaves of torch\.float32, got torch\.float64", torch.zeros(50).double()),
         (TypeError, r"leaves of torch\.float32, got list", [0.0] * 50),
-        (ValueError, r"leaves \[50\], got \[49\]", torch.zeros(49)),
-        (ValueError, r"leaves \[50\], got \[50, 1\]", torch.zeros(50, 1)),
+        (ValueError, r"leaves of shape \[50\], got \[49\]", torch.zeros(49)),
+        (ValueError, r"leaves of shape \[50\], got \[50, 1\]", torch.zeros(50, 1)),
         (ValueError, "got -1.0 at position 0", torch.full((50,), -1.0)),
         (ValueError, "got nan at position 0", torch.full((50,), torch.nan)),
     ]

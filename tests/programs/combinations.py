@@ -221,7 +221,7 @@ class Refusal:
     """``make``: the constructor refuses. ``sample``: the first sample does."""
 
 
-_ROWS_AROUND = "expected a tensor or memmap storage for transforms that read the rows around"
+_ROWS_AROUND = "which transforms that read the rows around need; use a tensor or memmap storage"
 REFUSALS = [
     Refusal(
         lambda c: not c.columns and c.sequences,

@@ -35,7 +35,7 @@ def test_a_maximum_beyond_the_dtype_is_refused_with_the_state() -> None:
     wide.update_priority([0], [1e39])
     wide.update_priority([0], [1.0])
     before = narrow.sampler.state_dict()
-    with pytest.raises(ValueError, match="'_max_priority' from 1, finite in"):
+    with pytest.raises(ValueError, match="'_max_priority' of at least 1 and finite in"):
         narrow.load_state_dict(wide.state_dict())
     assert narrow.sampler.default_priority == before["_max_priority"] == 1.0
     narrow.extend(_rows(2))

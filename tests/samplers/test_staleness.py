@@ -237,7 +237,7 @@ def test_invalid_arguments_and_columns_are_refused() -> None:
     refuses(KeyError, "other", rb.sample, 1)
     wide = stale()
     wide.extend(TensorDict({"policy_version": torch.zeros(3, 2)}, [3]))
-    refuses(ValueError, "a version a row", wide.sample, 1)
+    refuses(ValueError, "one version a row", wide.sample, 1)
     young = stale([1, 2], consumer_version=1)  # 1 / 0
     refuses(ValueError, "negative staleness", young.sample, 1)
 

@@ -245,7 +245,7 @@ def test_lanes_travel_with_their_rows(make_lanes: Any, tmp_path: Any) -> None:
         assert len(other) == 0
     wider = ReplayBuffer(storage=LazyTensorStorage(9, ndim=2))
     wider.extend(make_lanes(0, 1, (3,)))
-    refuses(SchemaError, r"lanes \[3\], got \[2\]", wider.storage.loads, tmp_path)
+    refuses(SchemaError, r"lanes of sizes \[3\], got \[2\]", wider.storage.loads, tmp_path)
 
 
 @pytest.mark.pitfall("CK11")

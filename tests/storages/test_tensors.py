@@ -59,7 +59,7 @@ def test_the_first_write_goes_to_row_0() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"storage": None}, "a LazyTensorStorage starts empty"),
+        ({"storage": None}, "got None; LazyTensorStorage starts empty"),
         ({"storage": torch.zeros(3), "max_size": 4}, "got max_size=4 for 3 rows"),
         ({"storage": (torch.zeros(3), torch.zeros(4))}, "share the first 1 dimension"),
         ({"storage": torch.zeros(3, 2), "ndim": 3}, "at least 3 batch dimension"),
@@ -263,7 +263,7 @@ def test_other_lanes_are_refused(make_lanes: Any, snapshot: Any) -> None:
         lambda: rb.extend([make_lanes(0, 1, (4,))[:, 0]]),
         lambda: rb.storage.set([3], make_lanes(0, 1, (4,)).transpose(0, 1)),
     ):
-        refuses(SchemaError, r"lanes \[2\], got \[[34]\]", write)
+        refuses(SchemaError, r"lanes of sizes \[2\], got \[[34]\]", write)
     assert snapshot(rb) == before
 
 

@@ -172,7 +172,7 @@ def test_a_commit_that_fails_changes_nothing(hub: LoopbackHub) -> None:
     before = hub.head(REPO)
     with pytest.raises(FileNotFoundError):
         hub.commit(REPO, {"new.h5": b"1", "none.h5": None})
-    with pytest.raises(ValueError, match="expected a relative one"):
+    with pytest.raises(ValueError, match="expected a relative path"):
         hub.commit(REPO, {"new.h5": b"1", "../x": b"2"})
     with pytest.raises(ValueError, match="owner/name"):
         hub.commit("data", {})

@@ -295,7 +295,7 @@ def test_missing_device_is_refused_by_name() -> None:
         lambda: ReplayBufferEnsemble(filled(), device=missing),
         lambda: ReplayBuffer(device="nowhere"),
     ):
-        refuses(ValueError, r"expected a device that torch has here, got", call)
+        refuses(ValueError, r"expected a device that torch can use here, got", call)
 
 
 @pytest.mark.parametrize("prefetch", [None, 2])

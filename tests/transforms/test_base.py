@@ -285,10 +285,10 @@ def test_states_are_found_by_position() -> None:
     ("state", "message"),
     [
         (None, "the states of transforms"),
-        ({"0": {"seen": torch.tensor(1)}}, "at 0, got builtin_function"),
-        ({"2": {"seen": torch.tensor(1)}}, "at 2, got NoneType"),
-        ({"x": {}}, "at x, got NoneType"),
-        ({"-1": {}}, "at -1, got NoneType"),
+        ({"0": {"seen": torch.tensor(1)}}, "at position 0, got builtin_function"),
+        ({"2": {"seen": torch.tensor(1)}}, "at position 2, got none"),
+        ({"x": {}}, "at position x, got none"),
+        ({"-1": {}}, "at position -1, got none"),
     ],
 )
 def test_state_for_a_missing_transform_is_refused(state: Any, message: str) -> None:

@@ -326,7 +326,7 @@ def test_per_step_with_a_limit(ends: list[int], n: int, gamma: float, data: Any)
 def test_per_step_wants_rows_that_follow_each_other() -> None:
     own = Streams(None)
     own.extend([[0]] * 6)
-    with pytest.raises(ValueError, match="got gaps"):
+    with pytest.raises(ValueError, match="gaps between rows"):
         drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [[0, 2, 4]])
 
 

@@ -428,12 +428,7 @@ def test_values_of_another_shape_are_refused() -> None:
 
 def test_storages_that_know_no_episodes() -> None:
     rb = ReplayBuffer(storage=ListStorage(10), transform=ReturnToGo(0.5))
-    refuses(
-        RuntimeError,
-        "a tensor or memmap storage for ReturnToGo, got ListStorage",
-        rb.extend,
-        rows_of([1]),
-    )
+    refuses(RuntimeError, "episode index, got a ListStorage", rb.extend, rows_of([1]))
 
 
 def test_wrapped_rows_keep_their_returns() -> None:

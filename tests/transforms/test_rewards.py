@@ -205,7 +205,7 @@ def test_invalid_rewards_are_refused(transform: Any, model: Any) -> None:
 
 
 def test_result_of_a_reward_function_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"rewards \[2, 1\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"rewards of shape \[2, 1\], got \[2\]"):
         RewardMap(lambda r: r.squeeze(-1))(batch([0, 1]))
     with pytest.raises(TypeError, match="expected a tensor of rewards, got list"):
         RewardMap(lambda r: r.tolist())(batch([0, 1]))

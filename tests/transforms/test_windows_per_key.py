@@ -122,7 +122,7 @@ def test_windows_of_data_sets_on_disk(tmp_path: Path, choice: Any) -> None:
     for batch in every(opened(Windows(offsets))):
         check(rows, batch, offsets, lengths)
     seconds = {key: [offset / 20 for offset in wanted] for key, wanted in offsets.items()}
-    refuses(ValueError, "states no fps", opened, Windows(seconds, "seconds"))
+    refuses(ValueError, "states its fps", opened, Windows(seconds, "seconds"))
     report = {**published.manifest.report, "about": {"fps": 20}}
     published = replace(published, manifest=replace(published.manifest, report=report))
     assert MappedStorage(published).fps == 20
@@ -309,4 +309,4 @@ def test_invalid_windows_are_refused(arguments: Any, error: Any, text: str) -> N
 def test_a_storage_without_episodes_is_refused() -> None:
     rb = ReplayBuffer(storage=ListStorage(9), sample_unit=Windows({"task": [0]}))
     rb.extend(episodes())
-    refuses(RuntimeError, "expected a tensor or memmap storage", rb.sample, 2)
+    refuses(RuntimeError, "does not know where episodes end", rb.sample, 2)

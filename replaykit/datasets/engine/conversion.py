@@ -176,7 +176,9 @@ def ensure_dataset(
                 progress=progress,
             )
         if stamps_of(named_files, layout) != before:
-            raise CorpusError("a source file changed during its conversion; convert it again [V02]")
+            raise CorpusError(
+                "a source file changed while it was converted; convert it again [V02]"
+            )
         episode_arrays, group_file = write_episode_table(directory, made.table, made.names)
         text = summary(made.report, made.notes)
         if text is not None:

@@ -437,7 +437,8 @@ def _lengths_of_chunk(
         content = _unfiltered(content, filters, size[0], nbytes // size[0])
     if len(content) != nbytes:
         raise CorpusError(
-            f"chunk {list(corner)} has {len(content):,} bytes, not {nbytes:,}: fetch the file again"
+            f"the chunk at {list(corner)} has {len(content):,} bytes, expected {nbytes:,}: fetch "
+            "the file again"
         )
     return _said(content, width).reshape(chunk)
 

@@ -109,7 +109,7 @@ def read_sidecar(location: Location, name: str) -> Sidecar | None:
         return None
     except (OSError, ValueError) as error:
         raise location.error(
-            f"{path}, which describes it, is unreadable ({error})", "V04"
+            f"{path}, which describes it, cannot be read ({error})", "V04"
         ) from error
 
 

@@ -138,7 +138,8 @@ class Policies:
                 casts[np.dtype(source).name] = np.dtype(target).name
             except TypeError:
                 raise ValueError(
-                    f"expected casts of NumPy dtypes to torch dtypes, got {source!r} -> {target!r}"
+                    f"expected casts from NumPy dtypes to dtypes of torch, got {source!r} -> "
+                    f"{target!r}"
                 ) from None
         object.__setattr__(self, "casts", casts)
         object.__setattr__(self, "exclude", _keys("exclude", self.exclude))

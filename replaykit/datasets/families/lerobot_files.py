@@ -182,7 +182,8 @@ def _check_numbers(made: LeRobotSet) -> None:
     names, counts = np.unique(made.numbers, return_counts=True)
     if (counts > 1).any():
         raise CorpusError(
-            f"{made.path(made.origins[0])}: two episodes {int(names[counts > 1][0])} [V33]"
+            f"{made.path(made.origins[0])}: two episodes have the number "
+            f"{int(names[counts > 1][0])} [V33]"
         )
     if len(made.lengths) and (made.lengths.min() < 0 or made.numbers.min() < 0):
         raise CorpusError(f"{made.path(made.origins[0])}: a length or number is negative [V15]")

@@ -299,7 +299,8 @@ def minari_repository(dataset_id: str) -> tuple[str, str]:
     namespace, _, rest = dataset_id.partition("/")
     if not rest:
         raise FileNotFoundError(
-            f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or source="
+            f"{dataset_id!r} names no repository: expected namespace/.../name-v0, or local "
+            "files with source="
         )
     return f"farama-minari/{namespace}", rest
 

@@ -273,7 +273,9 @@ class _RldsTable:
                 with _errors(where, "V77"):
                     self._shards.append((names[name], name, RecordFile(names[name])))
         if not self._shards:
-            raise self._where.error("no file is called <set>-<split>.tfrecord-<n>-of-<m>", "V05")
+            raise self._where.error(
+                "no file is named like <set>-<split>.tfrecord-<n>-of-<m>", "V05"
+            )
 
     def _find_splits(self, folder: str, names: Mapping[str, Path]) -> dict[str, list[int]]:
         """Return the positions of each split, after a check of the stated counts."""
