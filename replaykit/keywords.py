@@ -189,15 +189,15 @@ def old_name(old: str, new: str) -> property:
 
 @overload
 def expect(
-    value: object, kind: type[_Value], what: str, error: type[Exception] = ...
+    value: object, kind: type[_Value], wanted: str, error: type[Exception] = ...
 ) -> _Value: ...
 @overload
-def expect(value: Any, kind: Any, what: str, error: type[Exception] = ...) -> Any: ...
-def expect(value: Any, kind: Any, what: str, error: type[Exception] = TypeError) -> Any:
+def expect(value: Any, kind: Any, wanted: str, error: type[Exception] = ...) -> Any: ...
+def expect(value: Any, kind: Any, wanted: str, error: type[Exception] = TypeError) -> Any:
     """Return a value that is an instance of a class, of a union, or of one class of a tuple.
 
     Args:
-        what: name and kind of the value, as the error has them after "expected".
+        wanted: name and kind of the value, the words after "expected" in the error.
 
     Raises:
         TypeError: or ``error``, with the class of another value, and a plain value itself.
@@ -209,7 +209,7 @@ def expect(value: Any, kind: Any, what: str, error: type[Exception] = TypeError)
         TypeError: expected size as an int or None, got str '3'
     """
     if not isinstance(value, kind):
-        raise error(f"expected {what}, got {kind_of(value)}")
+        raise error(f"expected {wanted}, got {kind_of(value)}")
     return value
 
 
