@@ -61,7 +61,7 @@ class Interrupts {
 
   void leave() {
     if (depth_ == 0 || !here() || --depth_ > 0) return;
-    allowed_ = shields_ = 0;
+    allowed_ = shields_ = seals_ = 0;
     give_back();
   }
 
@@ -88,6 +88,14 @@ class Interrupts {
     if (shields_ > 0 && here()) --shields_;
   }
 
+  void seal() {
+    if (depth_ > 0 && here()) ++seals_;
+  }
+
+  void unseal() {
+    if (seals_ > 0 && here()) --seals_;
+  }
+
   void forbid() {
     if (allowed_ > 0 && here()) --allowed_;
   }
@@ -97,7 +105,7 @@ class Interrupts {
     const auto waits = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& one) { return one.number == number; });
     const bool known = waits != pending_.end();
-    const bool ends = number == SIGINT || number == SIGTERM;
+    const bool ends = seals_ == 0 && (number == SIGINT || number == SIGTERM);
     if ((allowed_ > 0 && shields_ == 0) || (known && ends && now - waits->since >= kPatience)) {
       if (known) pending_.erase(waits);
       handle(number, frame);
@@ -109,7 +117,7 @@ class Interrupts {
   // Drops all state in a forked process, since the deferring code of its parent does not run there.
   void forked() {
     main_ = PyThread_get_thread_ident();
-    depth_ = allowed_ = shields_ = 0;
+    depth_ = allowed_ = shields_ = seals_ = 0;
     pending_.clear();
     give_back();
   }
@@ -220,6 +228,7 @@ class Interrupts {
   long depth_ = 0;
   long allowed_ = 0;
   long shields_ = 0;
+  long seals_ = 0;
   std::vector<Pending> pending_;
   std::vector<std::pair<int, nb::object>> held_, deferrers_;
   nb::object get_, set_;
@@ -435,6 +444,8 @@ void replaykit::bind_interrupts(nb::module_& m) {
       m, "Allowed", "A context inside `Deferred` in which signals are handled.");
   Context<&Interrupts::shield, &Interrupts::unshield>::bind(
       m, "Shielded", "A context inside `Deferred` in which no signal ends a wait.");
+  Context<&Interrupts::seal, &Interrupts::unseal>::bind(
+      m, "Sealed", "A context inside `Deferred` in which repeated signals are deferred, too.");
 
   nb::class_<Lock>(m, "Lock",
                    "A re-entrant lock that defers signals while the main thread holds it.")

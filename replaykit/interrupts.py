@@ -46,6 +46,13 @@ shielded: Any = native.core.Shielded()
 Use this context for rollbacks, which must not be interrupted.
 """
 
+sealed: Any = native.core.Sealed()
+"""A context within ``deferred`` in which repeated signals wait, too.
+
+Use this context for calls of libraries that cannot handle an error in a callback, and call
+``check`` between them.
+"""
+
 check: Callable[[], None] = native.core.check_interrupts
 """Handle the recorded signals; raise KeyboardInterrupt after Ctrl-C.
 

@@ -22,7 +22,7 @@ from replaykit.filesystem import (
     siblings,
     sync_tree,
 )
-from replaykit.interrupts import check, deferred
+from replaykit.interrupts import check, deferred, sealed
 from replaykit.recovery.locks import Exclusive, is_held
 
 _EXPORT: Final = "export"
@@ -191,12 +191,12 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Yield a new HDF5 file, and a function that raises errors of its writes, or after Ctrl-C.
 
     If a write fails, as on a full disk, HDF5 later ends the process with a segmentation fault. So
-    it gets a file whose writes never fail. Signals wait for the function, because a handler that
-    raises during a write makes it fail, too.
+    it gets a file whose writes never fail. Signals wait for the function, also repeated ones. A
+    handler that raises during a write would make it fail, too.
     """
     import h5py
 
-    with deferred, _UnfailingFile(path, "w+") as output:
+    with deferred, sealed, _UnfailingFile(path, "w+") as output:
 
         def check_writes() -> None:
             check()

@@ -187,6 +187,36 @@ def test_a_write_that_fails_is_an_error_with_the_target(form, overwrite, tmp_pat
         assert found == before or (not overwrite and found == [tmp_path / "x"])
 
 
+TWICE = """
+import signal, sys, time
+from pathlib import Path
+from replaykit.adapters.export_files import new_h5_file
+
+def on_call(frame, event, _):
+    if event == "call" and frame.f_code.co_name == "write":
+        signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with new_h5_file(Path(sys.argv[1])) as (file, check_writes):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(1.1)  # from then on, a repeated signal is handled at once elsewhere
+        sys.setprofile(on_call)
+        for name in "abc":
+            file.create_dataset(name, (100_000,), "f8", chunks=(1000,))[:] = 1.0
+        check_writes()
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_a_repeated_interrupt_waits_for_the_end_of_a_write(tmp_path):
+    """HDF5 would end the process after an error in a write."""
+    command = [*python(), "-c", TWICE, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 @pytest.mark.parametrize("path", ["/sys/x", "/dev/null/x"])
 @linux
 def test_a_folder_that_cannot_be_written_is_named(path, form, monkeypatch):
