@@ -417,7 +417,7 @@ class ColumnStorage(ColumnReads):
             return
         columns, length, slots = self.require(), self.ledger.length, None
         columns.check_writable()
-        self.indexes.settle()
+        self.indexes.before_edit(leaves)
         if elements is not None:
             slots = elements.numpy()
             if self.ndim > 1:

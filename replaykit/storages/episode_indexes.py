@@ -295,6 +295,14 @@ class EpisodeIndexes:
         self.loaded, self.seen = False, self.storage.ledger.log.number
         self._load_tags()
 
+    def before_edit(self, paths: Collection[Path]) -> None:
+        """Find the episodes of loaded tags before an edit of columns moves their ends."""
+        self.settle()
+        if self._saved_tags is not None:
+            rule = _DEFAULT.bind(self.storage.require().schema)
+            if not rule.paths.isdisjoint(paths):
+                self._load_tags()
+
     def _load_tags(self) -> None:
         """Load saved tags, which name slots, so this comes before rows leave them."""
         if self._saved_tags is not None:

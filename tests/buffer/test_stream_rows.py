@@ -192,7 +192,7 @@ def test_wrong_requests_are_refused() -> None:
     refuses(ValueError, "distinct lanes", LaneWriter, 3, [1, 1])
 
 
-@pytest.mark.parametrize("writer", ["ring", "lanes"])
+@pytest.mark.parametrize("writer", ["ring", "lanes", "edit"])
 def test_loaded_tags_stay_with_their_episodes_in_the_first_change(
     writer: str, tmp_path: Path
 ) -> None:
@@ -213,6 +213,10 @@ def test_loaded_tags_stay_with_their_episodes_in_the_first_change(
     rb.loads(tmp_path)
     if writer == "lanes":
         rb.empty(lane=0)
+    elif writer == "edit":  # the first two rows become an episode, which keeps the tag
+        rb.set_at_(("next", "done"), torch.tensor([True]), torch.tensor([1]))
+        assert rb.storage.indexes.data()["mark"].tolist() == [1, 0, 2, 3]
+        return
     else:
         rb.extend(torch.cat([episode(3, 2), episode(4, 3)]))
     marks = dict.fromkeys(range(5), 0) | {0: 1, 1: 2, 2: 3}
