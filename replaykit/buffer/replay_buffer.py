@@ -659,7 +659,9 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
         """
         return self._observed(write.flush_rows(self))
 
-    def empty(self, empty_write_count: bool = True, *, lane: Any = None) -> None:
+    def empty(
+        self, empty_write_count: bool = True, *, lane: Any = None, protected: bool = False
+    ) -> None:
         """Remove all rows, including rows that transforms hold back.
 
         Keys, shapes and memory stay. A removed row's index and generation never name a row again.
@@ -668,6 +670,8 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             empty_write_count: reset ``write_count``, and a rate limiter's counts in ``stats``, to
                 0. The rate limiter itself starts over in any case.
             lane: remove only the rows of these streams, as ``remove_oldest`` does; None for all.
+            protected: also remove the episodes that an EpisodeWriter protects. Without it, they
+                stay, and so do the counts if there are any.
 
         Raises:
             RuntimeError: the writer does not allow writing.
@@ -682,10 +686,7 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             >>> len(rb), rb.write_count
             (0, 0)
         """
-        if lane is None:
-            write.empty_rows(self, empty_write_count)
-        else:
-            stream_rows.remove_stream_rows(self, None, lane, "empty(lane=)")
+        stream_rows.empty_streams(self, empty_write_count, lane, protected)
         self._observed(None)
 
     def _observed(self, result: Any) -> Any:

@@ -100,7 +100,24 @@ def _checked_lanes(buffer: ReplayBuffer, lane: Any) -> Array | None:
     return named
 
 
-def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name: str) -> int:
+def empty_streams(
+    buffer: ReplayBuffer, empty_write_count: bool, lane: Any, protected: bool
+) -> None:
+    """Remove all rows, or those of streams; leave protected episodes unless ``protected``."""
+    with buffer._locked() as storage:
+        writer: Any = buffer._writer
+        spared = not protected and len(storage) and getattr(writer, "protect", None) is not None
+        if lane is not None or (spared and writer.protected().any()):
+            remove_stream_rows(buffer, None, lane, "empty(lane=)", protected=not spared)
+            if lane is None:
+                writer.evicted = 0
+        else:
+            empty_rows(buffer, empty_write_count)
+
+
+def remove_stream_rows(
+    buffer: ReplayBuffer, count: int | None, lane: Any, name: str, *, protected: bool = True
+) -> int:
     """Remove up to ``count`` of the oldest rows of each stream; None for all rows."""
     if count is not None:
         count = whole_number("n", count, 0)
@@ -115,6 +132,8 @@ def remove_stream_rows(buffer: ReplayBuffer, count: int | None, lane: Any, name:
         lanes = named_lanes(storage, index, lane)
         sizes = index.sizes()[lanes]
         counts = sizes if count is None else np.minimum(sizes, count)
+        if not protected:
+            counts[buffer._writer.protected()[lanes]] = 0  # type: ignore[attr-defined]
         kept = counts > 0
         remove_oldest(storage, lanes[kept], counts[kept])
         return int(counts.sum())

@@ -209,7 +209,8 @@ class EpisodeWriter(Writer):
         on_duplicate: treatment of an episode whose identity is stored. ``"error"``: refuse it.
             ``"replace"``: the new episode replaces the stored one.
         protect: the episodes that are never removed: the name of a bool tag, or a function of an
-            ``EpisodeData`` that returns bool ``[J]``. ``rb.tag`` sets tags at any time.
+            ``EpisodeData`` that returns bool ``[J]``. ``rb.tag`` sets tags at any time. Only
+            ``rb.empty(protected=True)`` and calls that name their rows remove such episodes.
         track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
 
     Attributes:
@@ -497,15 +498,18 @@ class EpisodeWriter(Writer):
         sizes = index.sizes()[lanes].tolist()
         return list(zip(index.keys(lanes), sizes, strict=True))
 
-    def _order(self, replaced: Array) -> Array:
-        """Return the lanes that may be removed, in the order of removal."""
+    def _data(self) -> EpisodeData:
+        """Return the stored episodes."""
         storage, owner = self._columns, self.owner
         sampler: Any = None if owner is None else owner.sampler
         priorities = None
         if hasattr(sampler, "stored_priorities"):
             priorities = partial(sampler.stored_priorities, storage)
-        data = storage.indexes.data(priorities)
-        order = np.asarray(self.evict.order(data, self._random), np.int64)
+        return storage.indexes.data(priorities)
+
+    def protected(self, data: EpisodeData | None = None) -> Array:
+        """Return the lanes with protected episodes, bool ``[lanes]``. The caller holds the lock."""
+        storage, data = self._columns, self._data() if data is None else data
         kept = np.zeros(len(data), bool)
         if not isinstance(self.protect, str):
             kept |= False if self.protect is None else np.asarray(self.protect(data), bool)
@@ -514,6 +518,13 @@ class EpisodeWriter(Writer):
         # An identity with several episodes is removed as a whole, or not at all.
         held = np.zeros(storage.episodes.lanes, bool)
         held[data.lane[kept]] = True
+        return held
+
+    def _order(self, replaced: Array) -> Array:
+        """Return the lanes that may be removed, in the order of removal."""
+        data = self._data()
+        order = np.asarray(self.evict.order(data, self._random), np.int64)
+        held = self.protected(data)
         held[replaced] = True
         lanes = data.lane[order]
         lanes = lanes[np.sort(np.unique(lanes, return_index=True)[1])]

@@ -242,6 +242,13 @@ def test_protected_episodes_stay(by: str) -> None:
         rb.extend(rows_of(9, 6))
     assert (rb[:] == before).all()
     assert stored(rb) == {0: 4, 8: 3}
+    rb.empty(lane=[0, 8])
+    rb.extend(rows_of(9, 2))
+    assert stored(rb) == {0: 4, 9: 2}
+    rb.empty()
+    assert (stored(rb), rb.writer.full) == ({0: 4}, False)
+    rb.empty(protected=True)
+    assert len(rb) == rb.write_count == 0
 
 
 def test_a_smaller_buffer_takes_the_newest_whole_episodes(tmp_path: Path) -> None:
