@@ -29,7 +29,7 @@ from replaykit.structure import (
     from_numpy,
     leaf_paths,
 )
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, end_flags, format_key, unravel
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, end_flags, format_key, no_key, unravel
 
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
@@ -100,8 +100,7 @@ class Schema:
         """
         path = unravel(key)
         if path not in self.leaves:
-            known = ", ".join(map(format_key, self.leaves))
-            raise KeyError(f"no column {format_key(path)}; there are {known}")
+            raise no_key(path, self.leaves, "column")
         return self.leaves[path]
 
     def check(self, root: Node) -> None:

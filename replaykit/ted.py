@@ -6,7 +6,7 @@ results. Time is the first dimension, and episodes follow one another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 from typing import Final
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Key",
     "end_flags",
     "format_key",
+    "no_key",
     "unravel",
     "unused_flags",
 ]
@@ -125,3 +126,18 @@ def format_key(key: tuple[object, ...]) -> str:
         ("('next', 'done')", "'action'")
     """
     return repr(key[0]) if len(key) == 1 else repr(tuple(key))
+
+
+def no_key(key: Key, known: Iterable[Key], kind: str = "key") -> KeyError:
+    """Return the error about an absent key, with the existing keys.
+
+    Example:
+        >>> from replaykit.ted import no_key
+        >>> no_key(("observation.state",), [("observation", "state")], "column")
+        KeyError("no column 'observation.state' (meant: ('observation', 'state')?); there are ...")
+    """
+    paths = list(known)
+    near = [path for path in paths if len(path) > 1 and ".".join(path) == key[0]]
+    meant = f" (meant: {format_key(near[0])}?)" if near else ""
+    there = f"; there are {', '.join(sorted(map(format_key, paths)))}" if paths else ""
+    return KeyError(f"no {kind} {format_key(key)}{meant}{there}")

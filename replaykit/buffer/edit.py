@@ -26,7 +26,7 @@ from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, ravel, unravel_index
 from replaykit.storages.memory import carried
 from replaykit.structure import Leaf, Path, flatten, map_leaves, map_tensors
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, Key, format_key, unravel
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, Key, format_key, no_key, unravel
 from replaykit.writers import Writer
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def column_of(rows: Any, key: Any) -> Any:
         value = value.get(part, None) if known else None
     if value is None:
         names = rows.keys(True, True) if is_tensordict(rows) else ()
-        listed = ", ".join(sorted(format_key(unravel(name)) for name in names))
-        raise KeyError(f"no key {format_key(unravel(key))}{listed and '; there are ' + listed}")
+        raise no_key(unravel(key), map(unravel, names))
     return value
 
 

@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from replaykit.native import MOST_MOMENTS, moments
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Path
-from replaykit.ted import format_key, unravel
+from replaykit.ted import format_key, no_key, unravel
+from replaykit.transforms.batch_values import as_keys
 
 Array = np.ndarray[Any, Any]
 
@@ -41,17 +42,20 @@ def column_statistics(
         KeyError: a key is not stored.
         ValueError: a quantile is outside [0, 1], or a dimension of channels does not exist.
         TypeError: a requested column is complex, holds encoded images, or has rows without numbers.
+            Or ``keys`` is not a list, or ``channels`` not a mapping.
     """
     levels = np.array([float(level) for level in quantiles])
     if not ((levels >= 0) & (levels <= 1)).all():
         raise ValueError(f"expected quantiles as numbers from 0 to 1, got {list(quantiles)}")
     leaves = storage.require().schema.leaves
     every = [path for path in leaves if path not in without]
-    paths = every if keys is None else [unravel(key) for key in keys]
+    paths = every if keys is None else as_keys(keys)
+    if not isinstance(channels, Mapping):
+        raise TypeError(f"channels: expected a mapping of keys to dimensions, got {channels!r}")
     dims = {unravel(key): dim for key, dim in channels.items()}
     for path in [*paths, *dims]:
         if path not in leaves:
-            raise KeyError(f"no column {format_key(path)} in the data set")
+            raise no_key(path, leaves, "column")
     found = TensorDict({}, [])
     for path in paths:
         leaf = leaves[path]

@@ -125,8 +125,11 @@ def convert(
         layout = TrajectoryLayout(source=files)
         sources = Sources((), {"kind": "trajectories", "source": type(files).__name__})
         identity["files"] = content_of(files)
-    elif layout is None:
-        raise TypeError(f"expected a layout for {files!r:.80}, got None")
+    elif not isinstance(layout, Layout | TableLayout):
+        raise TypeError(
+            f"expected a layout for {files!r:.80}, such as LEROBOT of replaykit.datasets.families, "
+            f"got {layout!r:.80}"
+        )
     else:
         check_outside(dest, files, layout)
         sources = local_sources(

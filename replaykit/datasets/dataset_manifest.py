@@ -278,8 +278,9 @@ class Manifest:
             entry = json.loads(text)
         except ValueError as error:
             raise ValueError(f"is not JSON ({error})") from error
-        if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-            raise ValueError("is not the manifest of a replaykit data set")
+        found = entry.get("format") if isinstance(entry, dict) else None
+        if found != FORMAT:
+            raise ValueError(f"is not the manifest of a replaykit data set (format {found!r:.40})")
         if entry.get("format_version") not in _VERSIONS:
             raise ValueError(
                 f"has format version {entry.get('format_version')!r:.20}, this version of "

@@ -89,7 +89,7 @@ def _raise(error: OSError) -> None:
 
 
 FORCE: Final = 'download="force" (force=True of convert, --force of the command)'
-_REMEDY: Final = f"remove it, or replace it with {FORCE}"
+_REMEDY: Final = f"convert source files into another path, or replace a data set with {FORCE}"
 _CONVERSION: Final = ("layout", "layout_version", "policies", "rules")
 """The entries of an identity that depend on the layout and the policies, not on the source."""
 _RETRIES: Final = 10

@@ -485,7 +485,10 @@ _BLOCK_BYTES: Final = 16 << 20
 def _layout_of(path: Path) -> TableLayout:
     found = table_layout_of(path)
     if found is None:
-        raise ValueError(f"expected a folder with a LeRobot data set, got {path}")
+        raise ValueError(
+            f"expected a folder with a LeRobot data set, got {path}; convert other data again, with "
+            "force=True"
+        )
     return found
 
 
@@ -571,7 +574,7 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
     return [*found, Finding("episodes", count > 0 and not judge.bad, text)]
 
 
-def repair(path: Path) -> list[str]:
+def repair(path: str | Path) -> list[str]:
     """Correct the metadata of a LeRobot data set where it follows from the frames.
 
     Lengths, offsets, totals and statistics are computed again. Frames and videos never change. The
@@ -601,4 +604,4 @@ def repair(path: Path) -> list[str]:
         >>> repair(folder), repair(folder)
         (['meta/info.json: total_frames is 7, not 9'], [])
     """
-    return _layout_of(path).repair(path)
+    return _layout_of(path := Path(path)).repair(path)

@@ -40,7 +40,7 @@ MOST_BYTES: Final = 64 << 20
 """Number of bytes of a key that are read for statistics that are not stored."""
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: str | Path) -> str:
     """Return the kind of data at a path.
 
     Raises:
@@ -55,6 +55,7 @@ def kind_of(path: Path) -> str:
         Traceback (most recent call last):
         FileNotFoundError: no-such-folder is not there
     """
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there")
     require_plain(path)
@@ -105,7 +106,7 @@ def h5_files(path: Path) -> list[Path]:
 
 @contextmanager
 def opened(
-    path: Path, *, layout: str | None = None, most_bytes: int | None = MOST_BYTES
+    path: str | Path, *, layout: str | None = None, most_bytes: int | None = MOST_BYTES
 ) -> Iterator[tuple[Facts, Table]]:
     """Open the data at a path, and yield information about it and a table.
 
@@ -136,7 +137,7 @@ def opened(
         ...         facts.kind, facts.rows, facts.keys[0].statistics["mean"]
         ('checkpoint', 3, 1.0)
     """
-    kind = kind_of(path)
+    kind = kind_of(path := Path(path))
     with ExitStack() as stack:
         if kind == "corpus":
             yield corpus_facts(path)
@@ -421,7 +422,7 @@ _RULES: Final[dict[str, Callable[[_Table, Advance], str | None]]] = {
 _META_NAME: Final = "meta.json"
 
 
-def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
+def validate(path: str | Path, advance: Advance | None = None) -> list[Finding]:
     """Check a data set, a checkpoint, a recording, a buffer on disk, or a table.
 
     Args:
@@ -454,7 +455,7 @@ def validate(path: Path, advance: Advance | None = None) -> list[Finding]:
         [('version 1: manifest', True), ('version 1: files', True), ('version 1: records', True)]
     """
     report = advance or (lambda _: None)
-    kind = kind_of(path)
+    kind = kind_of(path := Path(path))
     if kind == "corpus":
         return _corpus(path, report)
     if kind == "checkpoint":

@@ -13,7 +13,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
 from replaykit.keywords import expect
 from replaykit.structure import Path
-from replaykit.ted import Key, format_key, unravel
+from replaykit.ted import Key, format_key, no_key, unravel
 from replaykit.transforms.history import Surroundings, filled, over_features
 from replaykit.transforms.transform import Transform
 
@@ -278,6 +278,5 @@ def require(data: Any, key: Key) -> Any:
     """Return the value of a key; if it is absent, raise KeyError with all keys."""
     value = lookup(data, key)
     if value is None:
-        known = (format_key(unravel(known)) for known in data.keys(True, True))
-        raise KeyError(f"no key {format_key(key)}; there are {', '.join(sorted(known))}")
+        raise no_key(key, map(unravel, data.keys(True, True)))
     return value

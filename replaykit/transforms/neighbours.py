@@ -470,8 +470,12 @@ def _resolved(key: Any, stored: Collection[Path]) -> Path:
     if len(found) == 1:
         return found[0]
     said = ", ".join(map(format_key, found or stored))
-    expected = "one key of that name" if found else "a stored key"
-    raise KeyError(f"key {key!r}: expected {expected}, got {said}; pass a tuple of names")
+    if found:
+        raise KeyError(f"key {key!r}: expected one key of that name, got {said}; pass a tuple")
+    raise KeyError(
+        f"key {key!r}: expected a key of the stored rows, got {said}; transforms that rename keys "
+        "come after Windows"
+    )
 
 
 def _mask_of(key: Path) -> Path:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from tensordict import TensorDict
 
 from replaykit._compat import lookup
 from replaykit.declared import Positive, Rule, decode_state, read_value
 from replaykit.keywords import expect, one_of
 from replaykit.storages import Storage
 from replaykit.structure import Path, build
-from replaykit.ted import format_key, unravel
+from replaykit.ted import format_key, no_key, unravel
 from replaykit.transforms.batch_values import (
     ValueTransform,
     as_keys,
@@ -471,10 +472,14 @@ def _scale_of(statistics: Any, key: Path, mode: str) -> _Scale:
     found = dict(statistics.items())
     for part in key:
         found = dict(found.get(part, {}).items())
+    if not found:
+        leaves = TensorDict(dict(statistics.items()), []).keys(True, True)
+        raise no_key(key, {unravel(leaf)[:-1] for leaf in leaves}, "statistics of")
 
     def read(name: str) -> torch.Tensor:
         if name not in found:
-            raise KeyError(f"key {format_key(key)}: expected statistics with {name!r}, got none")
+            known = ", ".join(found)
+            raise KeyError(f"key {format_key(key)}: expected statistics with {name!r}, got {known}")
         numbers = torch.as_tensor(found[name]).double()
         wrong = numbers[~numbers.isfinite()]
         if len(wrong):

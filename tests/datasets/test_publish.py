@@ -34,7 +34,8 @@ def test_directory_without_a_manifest_is_no_data_set(tmp_path, source):
     target = tmp_path / "data"
     target.mkdir()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"no manifest.json.*download=\"force\"") as caught:
+        said = r"no manifest.json; convert source files into another path, or .*download=\"force\""
+        with pytest.raises(RuntimeError, match=said) as caught:
             convert(target, source)
         assert str(target) in str(caught.value)
         with pytest.raises(RuntimeError, match="not a complete data set"):
@@ -72,6 +73,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "manifest of zeros": (lambda t: (t / "manifest.json").write_bytes(bytes(900)), "not JSON"),
     "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not the manifest of a"),
+    "checkpoint": (
+        lambda t: (t / "manifest.json").write_text('{"format": "replaykit-checkpoint"}'),
+        "not the manifest of a replaykit data set (format 'replaykit-checkpoint')",
+    ),
     "newer version": (lambda t: edit(t, lambda m: m.update(format_version=99)), "version 99"),
     "other rows": (lambda t: edit(t, lambda m: m.update(rows=5)), "is damaged"),
     "other batch": (

@@ -78,8 +78,14 @@ def test_nans_are_counted_and_edits_are_seen(tmp_path: Path) -> None:
 
 def test_invalid_requests_are_refused(tmp_path: Path) -> None:
     data = open_rows(tmp_path, False)
-    with pytest.raises(KeyError, match="nothing_of_it"):
-        data.statistics(["nothing_of_it"])
+    with pytest.raises(
+        KeyError, match=r"'next.reward' \(meant: \('next', 'reward'\)\?\); there are"
+    ):
+        data.statistics(["next.reward"])
+    with pytest.raises(TypeError, match="keys: expected a list of keys, got 'action'"):
+        data.statistics("action")
+    with pytest.raises(TypeError, match="channels: expected a mapping of keys to dimensions"):
+        data.statistics(["action"], channels=["action"])
     with pytest.raises(ValueError, match="from 0 to 1"):
         data.statistics(["action"], quantiles=[1.1])
     rows = {

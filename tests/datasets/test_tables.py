@@ -201,8 +201,9 @@ def test_policies_of_tables(source: Path, tmp_path: Path) -> None:
         wholes[4] = value
         with pytest.raises(CorpusError, match=rf"part 1.*does not fit {dtype} \[V10\]"):
             convert(source, layout, tmp_path / "data", policies=policies)
-    with pytest.raises(TypeError, match="expected a layout"):
-        convert(source, None, tmp_path / "data")
+    for layout in (None, "lerobot"):
+        with pytest.raises(TypeError, match=f"expected a layout .* such as LEROBOT .* {layout!r}"):
+            convert(source, layout, tmp_path / "data")
 
 
 def steps(count: int, seed: int) -> TensorDict:

@@ -38,7 +38,7 @@ def assert_statistics(facts, rows):
 
 
 def test_facts_of_a_corpus_equal_its_source(corpus, tmp_path):
-    with opened(corpus) as (facts, table), h5py.File(tmp_path / "source.hdf5") as file:
+    with opened(str(corpus)) as (facts, table), h5py.File(tmp_path / "source.hdf5") as file:
         demos = [file[f"data/demo_{i}"] for i in range(3)]
         assert (facts.kind, facts.rows) == ("corpus", 12)
         action = np.concatenate([demo["actions"][...] for demo in demos])

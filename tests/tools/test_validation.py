@@ -25,7 +25,7 @@ def files_of(corpus):
 
 def test_whole_corpus_passes_validation(corpus, tmp_path):
     seen = []
-    findings = validate(corpus, seen.append)
+    findings = validate(str(corpus), seen.append)
     assert all(found.ok for found in findings)
     assert [found.check for found in findings] == [
         "manifest and sizes", "checksums", "descriptions", "episode table", "flags",

@@ -323,8 +323,9 @@ def test_one_inverse_fits_all_normalizing_transforms() -> None:
 @pytest.mark.parametrize(
     ("statistics", "modes", "error", "text"),
     [
-        ({}, {"x": "mean_std"}, KeyError, "'x': expected statistics with 'mean'"),
-        ({"x": {"min": 0.0}}, {"x": "min_max"}, KeyError, "'max'"),
+        ({}, {"x": "mean_std"}, KeyError, "no statistics of 'x'"),
+        ({"o": {"s": {"std": 1.0}}}, {"o.s": "mean_std"}, KeyError, r"meant: \('o', 's'\)"),
+        ({"x": {"min": 0.0}}, {"x": "min_max"}, KeyError, "'max', got min"),
         ({"x": {"mean": math.nan, "std": 1.0}}, {"x": "mean_std"}, ValueError, "finite 'mean'"),
         ({"x": {"min": 0.0, "max": math.inf}}, {"x": "min_max"}, ValueError, "'x'.*got inf"),
         ({"x": {}}, {"x": "log"}, ValueError, "mode: expected one of"),

@@ -465,7 +465,7 @@ def test_repair_derives_metadata(faults: list[Fault], copied: Path, sound: Path)
     for fault in faults:
         fault(copied)
     assert not all(found.ok for found in validate(copied))
-    assert repair(copied)
+    assert repair(str(copied))
     assert all(found.ok for found in validate(copied))
     assert repair(copied) == []
     for path in sound.rglob("*"):
