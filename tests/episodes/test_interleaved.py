@@ -364,7 +364,6 @@ def lengths(buffer: ReplayBuffer) -> list[int]:
 
 
 def test_without_lane_key_interleaved_ids_are_runs_of_one_row() -> None:
-    """api.md 3.4."""
     data = stream([0, 1, 0, 1, 0, 1], key=("collector", "traj_ids"))
     plain = ReplayBuffer(storage=LazyTensorStorage(8))
     plain.extend(data)

@@ -98,7 +98,7 @@ def test_parts_refuse_invalid_members_and_direct_writes() -> None:
 def test_writes_are_refused(name: str) -> None:
     ensemble = make_ensemble([3, 3])
     refuses(NotImplementedError, rf"ensemble\[i\]\.{name}", getattr(ensemble, name), rows_of(0, 1))
-    with pytest.raises(RuntimeError):  # what api.md names for writes is one of its kinds
+    with pytest.raises(RuntimeError):
         getattr(ensemble, name)(rows_of(0, 1))
 
 
