@@ -334,7 +334,6 @@ def read_torchrl(
         warnings.warn(
             f"the state of transforms in {os.fspath(path)}/transform.t is a pickle and is not "
             "read; give transform= with the state that they need",
-            UserWarning,
             stacklevel=2,
         )
     if storage is None:

@@ -28,7 +28,6 @@ def without_priorities(sampler: Sampler, *, above: int) -> bool:
     if not sampler.prioritized:
         warnings.warn(
             f"{type(sampler).__name__} has no priorities; the update has no effect",
-            UserWarning,
             stacklevel=above + 2,
         )
     return not sampler.prioritized

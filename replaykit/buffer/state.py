@@ -403,7 +403,6 @@ def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> d
     warnings.warn(
         f"the state of a {saved['_kind']!r} sampler is left out: this buffer has a "
         f"{sampler.kind!r} one, {how}",
-        UserWarning,
         stacklevel=4,
     )
     return state

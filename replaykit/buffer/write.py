@@ -65,7 +65,6 @@ def warn_of_batch(data: Any, storage: Storage) -> None:
     warnings.warn(
         f"Using `add()` with a TensorDict that has batch_size={list(data.batch_size)} stores it as "
         "one row; extend() stores a batch of rows",
-        UserWarning,
         stacklevel=3,
     )
 

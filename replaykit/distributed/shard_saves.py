@@ -128,7 +128,6 @@ def _load(client: ShardedClient, folder: Path) -> None:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
             "left out",
-            UserWarning,
             stacklevel=4,
         )
 
@@ -324,7 +323,6 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
         warnings.warn(
             f"{len(gone)} batches are incomplete, since their writers are gone; their stored rows "
             "are saved",
-            UserWarning,
             stacklevel=2,
         )
 

@@ -455,7 +455,6 @@ class TrajectoryFolder:
                 )
             warnings.warn(
                 f"{len(damaged)} damaged chunks were skipped, the first is {damaged[0]}",
-                UserWarning,
                 stacklevel=4,
             )
 

@@ -69,7 +69,6 @@ def update_rows(mixture: Mixture, index: Any, priority: Any, generation: Any) ->
     if not mixture.facts.prioritized:
         warnings.warn(
             "no member of the ensemble has priorities; the update has no effect",
-            UserWarning,
             stacklevel=3,
         )
     if priority is None and is_tensordict(index):

@@ -381,7 +381,6 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             warnings.warn(
                 "prioritized slices start with the row that was drawn, so they cannot extend "
                 f"before the start of an episode: span={span!r} is taken as {(False, right)}",
-                UserWarning,
                 stacklevel=2,
             )
         if pad in ("left", "both"):

@@ -351,7 +351,6 @@ class Sampler(Uncompiled, ABC):
         """Set priorities. A sampler without priorities warns and changes nothing."""
         warnings.warn(
             f"{type(self).__name__} has no priorities; the update has no effect",
-            UserWarning,
             stacklevel=2,
         )
 

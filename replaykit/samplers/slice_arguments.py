@@ -223,7 +223,6 @@ class Boundaries:
             warnings.warn(
                 f"the data has no {names} (traj_key); episodes are separated by "
                 f"{', '.join(map(format_key, flags))}",
-                UserWarning,
                 stacklevel=2,
             )
         return other

@@ -160,7 +160,6 @@ def warn_left_out(count: int, stacklevel: int) -> None:
     if count:
         warnings.warn(
             f"{count} rows do not fit into the smaller capacity and were left out",
-            UserWarning,
             stacklevel=stacklevel,
         )
 
