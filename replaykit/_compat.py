@@ -21,36 +21,13 @@ from tensordict import (
     is_tensorclass,
 )
 
-__all__ = [
-    "TENSORDICT_PARTS",
+__all__ = [  # of tensordict, for other modules
     "LazyStackedTensorDict",
     "NonTensorData",
     "NonTensorStack",
-    "Template",
     "TensorDict",
     "TensorDictBase",
-    "Uncompiled",
-    "arange",
-    "as_tensor",
-    "clone",
-    "dtype_by_name",
-    "dtype_name",
-    "fields_of",
-    "filled",
-    "fresh_strided",
-    "has_names",
-    "holds_objects",
     "is_non_tensor",
-    "is_tensordict",
-    "layout_of",
-    "lookup",
-    "memory_users",
-    "new_tensorclass",
-    "new_tensordict",
-    "put_all",
-    "shared_bytes",
-    "tensorclass_parts",
-    "uncompiled",
 ]
 
 _PACKAGE = __name__.partition(".")[0]

@@ -287,6 +287,25 @@ def _refuse_static(sampler: Any) -> None:
 
 
 @dataclass(frozen=True)
+class ClientSettings:
+    """The settings that all clients of one sharded buffer share.
+
+    Attributes:
+        sampler: a sampler with the settings of the shards' samplers. Each client has a copy of this
+            sampler, and draws with the ``alpha`` and ``beta`` of the copy.
+        tracked: whether writers track generations.
+    """
+
+    num_shards: int
+    sampler: Sampler
+    batch_size: int | None
+    shard_key: Any
+    priority_key: Any
+    max_age: float
+    tracked: bool
+
+
+@dataclass(frozen=True)
 class ShardRecipe:
     """The factories from which each shard makes separate parts.
 

@@ -15,8 +15,8 @@ from replaykit.buffer.draw import checked_batch_size
 from replaykit.distributed.handle import checked_count
 from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss
-from replaykit.distributed.shard_config import ShardRecipe, law_of
-from replaykit.distributed.sharded_client import ClientSettings, ShardedClient
+from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_of
+from replaykit.distributed.sharded_client import ShardedClient
 from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.errors import RateLimiterTimeout
 from replaykit.keywords import checked_keywords, one_of, whole_number

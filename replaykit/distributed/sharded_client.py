@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,15 @@ from replaykit.distributed.handle import Handle, checked_count
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
 from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
-from replaykit.distributed.shard_config import ByKey, InTurn, Router, check_stored, law_of, rows_by
+from replaykit.distributed.shard_config import (
+    ByKey,
+    ClientSettings,
+    InTurn,
+    Router,
+    check_stored,
+    law_of,
+    rows_by,
+)
 from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
@@ -36,7 +44,6 @@ from replaykit.distributed.shards import Supervisor
 from replaykit.distributed.write_queue import WriteQueue
 from replaykit.keywords import named_after
 from replaykit.pace import SAMPLE
-from replaykit.samplers import Sampler
 from replaykit.schema import Schema
 from replaykit.ted import unravel
 
@@ -97,25 +104,6 @@ def refuse(kind: type, name: str) -> NoReturn:
     if name in REFUSED:
         raise AttributeError(f"a {kind.__name__} has no {name!r}: {REFUSED[name]}")
     raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-
-
-@dataclass(frozen=True)
-class ClientSettings:
-    """The settings that all clients of one sharded buffer share.
-
-    Attributes:
-        sampler: a sampler with the settings of the shards' samplers. Each client has a copy of this
-            sampler, and draws with the ``alpha`` and ``beta`` of the copy.
-        tracked: whether writers track generations.
-    """
-
-    num_shards: int
-    sampler: Sampler
-    batch_size: int | None
-    shard_key: Any
-    priority_key: Any
-    max_age: float
-    tracked: bool
 
 
 @named_after

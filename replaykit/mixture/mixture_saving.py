@@ -9,11 +9,9 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
-
-import torch
+from typing import Any, ClassVar, cast
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer import state as buffer_state
@@ -28,7 +26,7 @@ from replaykit.checkpoint import (
     save_snapshot,
 )
 from replaykit.checkpoint.checkpoint_format import MANIFEST
-from replaykit.declared import Count, read_value
+from replaykit.declared import Count, decode_state, read_value
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import deferred
@@ -178,20 +176,25 @@ def states_of(mixture: Mixture) -> dict[str, Any]:
         }
 
 
+@dataclass(frozen=True)
+class _SavedMixture:
+    """The states of members, remote members and mixtures by name."""
+
+    PREFIX: ClassVar[str] = "_"
+    members: dict[str, Any]
+    own: dict[str, Any]
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+
+
 def load_states_of(mixture: Mixture, states: Any) -> None:
     """Load a copy of the result of ``states_of``."""
-    members, own = (
-        states.get(name) if isinstance(states, Mapping) else None for name in ("_members", "_own")
-    )
-    names = [*_buffers(mixture)]
-    far = _remote_states(mixture, states)
-    if (
-        not isinstance(members, Mapping)
-        or not isinstance(own, Mapping)
-        or (set(members) != set(names) or set(own) != set(_mixtures(mixture)))
-    ):
-        found = sorted(members) if isinstance(members, Mapping) else "none"
-        raise ValueError(f"expected the state of an ensemble with the members {names}, got {found}")
+    found = decode_state(_SavedMixture, states, "the state of an ensemble")
+    members, own, names = found.members, found.own, [*_buffers(mixture)]
+    far = _remote_states(mixture, found.elsewhere)
+    if set(members) != set(names) or set(own) != set(_mixtures(mixture)):
+        raise ValueError(
+            f"expected the state of an ensemble with the members {names}, got {sorted(members)}"
+        )
 
     def reader(name: str, buffer: ReplayBuffer) -> Callable[..., Any]:
         def part(which: str, *default: Any) -> Any:
@@ -265,7 +268,7 @@ class _Own:
 
     sampler: dict[str, Any]
     transforms: dict[str, Any]
-    generator: torch.Generator | None
+    generator: Any
 
 
 def _own_state(mixture: Mixture) -> dict[str, Any]:
@@ -278,14 +281,10 @@ def _own_state(mixture: Mixture) -> dict[str, Any]:
 
 def _checked_own(mixture: Mixture, state: Any) -> _Own:
     """Return a saved state; ValueError if it is not that of such a mixture."""
-    names = ("sampler", "transforms", "generator")
-    if not isinstance(state, Mapping) or any(name not in state for name in names):
-        raise ValueError(f"expected the entries {names} in the state of an ensemble")
-    mixture.sampler.check_own_state(state["sampler"])
-    mixture.chain.check_state(state["transforms"])
-    return _Own(
-        state["sampler"], state["transforms"], buffer_state.saved_generator(state["generator"])
-    )
+    own = decode_state(_Own, state, "the state of an ensemble")
+    mixture.sampler.check_own_state(own.sampler)
+    mixture.chain.check_state(own.transforms)
+    return replace(own, generator=buffer_state.saved_generator(own.generator))
 
 
 @dataclass(frozen=True)
@@ -465,19 +464,15 @@ def _remote_loads(
     return calls
 
 
-def _remote_states(mixture: Mixture, state: Any) -> _Calls:
+def _remote_states(mixture: Mixture, found: dict[str, Any]) -> _Calls:
     """Return the calls that load the saved states of remote members, by name.
 
     Raises:
         ValueError: the saved members are not those of the ensemble.
     """
     far = _far_of(mixture)
-    found = state.get("_elsewhere", {}) if isinstance(state, Mapping) else {}
-    if not isinstance(found, Mapping) or set(found) != set(far):
-        raise ValueError(
-            f"expected the state of an ensemble with the remote members {sorted(far)}, got "
-            f"{sorted(found) if isinstance(found, Mapping) else found!r}"
-        )
+    if set(found) != set(far):
+        raise ValueError(f"expected the remote members {sorted(far)}, got {sorted(found)}")
     return {name: (member, "load_state_dict", found[name]) for name, member in far.items()}
 
 
