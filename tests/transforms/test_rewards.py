@@ -180,7 +180,11 @@ def test_nan_rewards_stay_nan() -> None:
         (lambda: RewardClip(-1, 1, key=3), TypeError, "expected a key"),
         (lambda: RewardScale(0), ValueError, "scale: expected a positive number, got 0.0"),
         (lambda: RewardScale(-2.0), ValueError, "positive"),
-        (lambda: RewardScale(float("nan")), ValueError, "expected scale as a finite number, got nan"),
+        (
+            lambda: RewardScale(float("nan")),
+            ValueError,
+            "expected scale as a finite number, got nan",
+        ),
         (lambda: RewardScale(1, float("inf")), ValueError, "expected shift as a finite"),
         (lambda: RewardScale(torch.ones(2)), TypeError, "expected scale as a number"),
         (lambda: RewardShift("1x"), TypeError, "expected shift as a number"),
