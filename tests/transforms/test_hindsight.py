@@ -370,7 +370,7 @@ def test_check_compares_rewards_with_stored_ones() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"p": 1.5}, ValueError, r"expected p as a number in \[0, 1\], got 1.5"),
+        ({"p": 1.5}, ValueError, r"p: expected a number in \[0, 1\], got 1.5"),
         ({"p": -0.1}, ValueError, "p: "),
         ({"p": float("nan")}, ValueError, "p: "),
         ({"p": "half"}, TypeError, "p: "),

@@ -73,8 +73,8 @@ def test_padding_keeps_its_values() -> None:
     [
         (lambda: ImageScale(1, -1), ValueError, "min below max, got min 1.0 and max -1.0"),
         (lambda: ImageScale(0, 0), ValueError, "min below max"),
-        (lambda: ImageScale(0, float("inf")), ValueError, "expected max as a finite number"),
-        (lambda: ImageScale("a", 1), TypeError, "expected min as a number"),
+        (lambda: ImageScale(0, float("inf")), ValueError, "max: expected a finite number"),
+        (lambda: ImageScale("a", 1), TypeError, "min: expected a number"),
         (lambda: ImageScale(keys="pixels"), TypeError, "expected a list of keys, got 'pixels'"),
         (lambda: ImageScale(keys=[]), ValueError, "at least one key"),
         (lambda: ImageScale(keys=[2]), TypeError, "expected a key"),

@@ -377,7 +377,7 @@ def test_sums_against_one_row_after_the_other(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"gamma": 1.1}, ValueError, r"expected gamma as a number in \[0, 1\], got 1.1"),
+        ({"gamma": 1.1}, ValueError, r"gamma: expected a number in \[0, 1\], got 1.1"),
         ({"gamma": -0.1}, ValueError, "gamma: "),
         ({"gamma": float("nan")}, ValueError, "gamma: "),
         ({"gamma": "all"}, TypeError, "gamma: "),
