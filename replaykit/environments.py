@@ -14,7 +14,7 @@ import torch
 from replaykit._compat import TensorDict, arange, is_tensordict, new_tensordict
 from replaykit.declared import Count, Positive, read_value
 from replaykit.errors import BufferFull, SchemaError
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.schema import Schema
 from replaykit.structure import Path, flatten, from_numbers, from_numpy
 from replaykit.ted import format_key, unravel
@@ -369,7 +369,8 @@ def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
     if is_tensordict(value) or isinstance(value, Mapping):
         fields = dict(value.items())
         for name in fields:
-            expect(name, str, f"the names at key {_at(path)} as strings")
+            if not isinstance(name, str):
+                raise TypeError(f"key {_at(path)}: expected names as strings, got {name!r}")
     elif isinstance(value, tuple):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         fields = dict(zip(names, value, strict=True))

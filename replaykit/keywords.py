@@ -9,12 +9,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast
 
 _Class = TypeVar("_Class", bound=type)
 _Init = TypeVar("_Init", bound=Callable[..., None])
-_Value = TypeVar("_Value")
-_PLAIN = (bool, int, float, str, list, tuple, dict, set)
 
 
 class Replaced(NamedTuple):
@@ -92,7 +90,7 @@ def named_after(cls: _Class) -> _Class:
     """Name the methods that a class inherits from private bases after the class.
 
     Python's errors about arguments name the class that defines a method, such as
-    ``ColumnReads.cut()``. Callers expect ``TensorStorage.cut()``. Bases that were passed to this
+    ``Drawing.sample()``. Callers expect ``ReplayBuffer.sample()``. Bases that were passed to this
     function earlier keep the names of their methods.
 
     Example:
@@ -185,38 +183,6 @@ def old_name(old: str, new: str) -> property:
         return getattr(self, new)
 
     return _OldName(read, doc=f"The old name of `{new}`; deprecated.")
-
-
-@overload
-def expect(
-    value: object, kind: type[_Value], wanted: str, error: type[Exception] = ...
-) -> _Value: ...
-@overload
-def expect(value: Any, kind: Any, wanted: str, error: type[Exception] = ...) -> Any: ...
-def expect(value: Any, kind: Any, wanted: str, error: type[Exception] = TypeError) -> Any:
-    """Return a value that is an instance of a class, of a union, or of one class of a tuple.
-
-    Args:
-        wanted: name and kind of the value, the words after "expected" in the error.
-
-    Raises:
-        TypeError: or ``error``, with the class of another value, and a plain value itself.
-
-    Example:
-        >>> from replaykit.keywords import expect
-        >>> expect("3", int | None, "size as an int or None")
-        Traceback (most recent call last):
-        TypeError: expected size as an int or None, got str '3'
-    """
-    if not isinstance(value, kind):
-        raise error(f"expected {wanted}, got {kind_of(value)}")
-    return value
-
-
-def kind_of(value: object) -> str:
-    """Return the name of a value's class, with the value if it is plain, for an error."""
-    name = type(value).__name__
-    return f"{name} {value!r:.80}" if isinstance(value, _PLAIN) else name
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:

@@ -30,7 +30,6 @@ from replaykit._compat import (
     tensorclass_parts,
 )
 from replaykit.errors import SchemaError
-from replaykit.keywords import expect
 from replaykit.ted import format_key
 
 Path = tuple[Any, ...]
@@ -398,7 +397,8 @@ def from_json(record: object) -> Node:
     Raises:
         ValueError: the record does not describe a tree, or names a class that is not loaded.
     """
-    record = expect(record, dict, "a record of a container", ValueError)
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a record of a container, got {record!r}")
     kind = record.get("kind")
     if kind == "tensor":
         added = record.get("added", False)
@@ -416,7 +416,8 @@ def from_json(record: object) -> Node:
             raise ValueError(f"expected one record of each name, got two of {item[0]!r}")
         parts[item[0]] = from_json(item[1])
     constants = record.get("constants", {})
-    constants = expect(constants, dict, "constants as a mapping", ValueError)
+    if not isinstance(constants, dict):
+        raise ValueError(f"expected constants as a mapping, got {constants!r}")
     return Branch(
         kind,
         tuple(parts.items()),

@@ -12,15 +12,8 @@ from typing import Any, Final
 import torch
 from tensordict import pad
 
-from replaykit._compat import (
-    LazyStackedTensorDict,
-    TensorDict,
-    TensorDictBase,
-    as_tensor,
-    is_tensordict,
-    lookup,
-)
-from replaykit.keywords import expect, one_of, whole_number
+from replaykit._compat import LazyStackedTensorDict, TensorDict, as_tensor, is_tensordict, lookup
+from replaykit.keywords import one_of, whole_number
 from replaykit.structure import Node, Path, Rules, build, flatten
 from replaykit.ted import (
     DEFAULT_DONE_KEYS,
@@ -81,7 +74,8 @@ def split_items(
 
     Raise an error if items do not match, or have the key that will be ``added``.
     """
-    expect(items, (list, tuple), "items as a list of TensorDicts")
+    if not isinstance(items, (list, tuple)):
+        raise TypeError(f"items: expected a list of TensorDicts, got {type(items).__name__}")
     if not items:
         raise ValueError("items: expected at least one TensorDict, got none")
     node: Node | None = None
@@ -100,7 +94,8 @@ def split_items(
 
 
 def check_rows(data: Any, name: str, shortest: int = 0) -> None:
-    expect(data, TensorDictBase, f"{name} as a TensorDict")
+    if not is_tensordict(data):
+        raise TypeError(f"{name}: expected a TensorDict, got {type(data).__name__}")
     if data.batch_dims != 1:
         raise ValueError(f"{name}: expected batch size [n], got {list(data.batch_size)}")
     if data.batch_size[0] < shortest:
@@ -202,7 +197,9 @@ def pad_collate(
         >>> batch["mask"].sum(1)
         tensor([2, 3])
     """
-    jagged = one_of("layout", layout, ("padded", "jagged")) == "jagged"
+    if layout not in ("padded", "jagged"):
+        raise ValueError(f'layout: expected "padded" or "jagged", got {layout!r}')
+    jagged = layout == "jagged"
     pad_to = _length_argument("pad_to", pad_to)
     multiple_of = _length_argument("multiple_of", multiple_of)
     if pad_to is not None and multiple_of is not None:
@@ -245,7 +242,12 @@ def _unstacked(items: Any) -> Any:
 def _length_argument(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    return whole_number(name, value, 1)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    number = int(value)
+    if number < 1:
+        raise ValueError(f"{name}: expected at least 1, got {number}")
+    return number
 
 
 def _width(lengths: list[int], pad_to: int | None, multiple_of: int | None) -> int:
@@ -284,7 +286,8 @@ def _pad_values(given: Any, leaves: Mapping[Path, torch.Tensor]) -> dict[Path, A
 
 def _as_value(value: Any, path: Path, dtype: torch.dtype) -> Any:
     """Return a pad value that a tensor of ``dtype`` can hold."""
-    expect(value, (bool, int, float, complex), "pad_value as a number or a dict of them")
+    if not isinstance(value, (bool, int, float, complex)):
+        raise TypeError(f"pad_value: expected a number or a dict of them, got {value!r}")
     fits = True
     if dtype is torch.bool:
         fits = value in (0, 1)
@@ -334,7 +337,8 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
 
 
 def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
-    expect(given, (list, tuple, type(None)), "end_keys as a list of keys")
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise TypeError(f"end_keys: expected a list of keys, got {given!r}")
     if given is None:
         keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
     else:
@@ -361,8 +365,11 @@ def _id_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
 
 def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tensor]:
     for key, value in found.items():
-        text = f"{argument} {format_key(key)} as a tensor (a tuple is one nested key)"
-        expect(value, torch.Tensor, text, ValueError)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{argument}: {format_key(key)}: expected a tensor, got {type(value).__name__}; "
+                "pass several keys as a list; a tuple is one nested key"
+            )
     return found
 
 
@@ -485,7 +492,10 @@ def join_trajectories(data: Any, *, mask_key: Any = "mask", ids_key: Any = "traj
         node, tables, lengths = split_items(data, None, shortest=0)
         rows = {path: torch.cat([table[path] for table in tables]) for path in tables[0]}
         return build(node, rows, torch.Size([sum(lengths)]), data[0].device)
-    expect(data, TensorDictBase, "data as a TensorDict [E, T] or a list of them [n]")
+    if not is_tensordict(data):
+        raise TypeError(
+            f"data: expected a TensorDict [E, T] or a list of them [n], got {type(data).__name__}"
+        )
     if data.batch_dims != 2:
         raise ValueError(f"data: expected batch size [E, T], got {list(data.batch_size)}")
     path = unravel(mask_key)

@@ -12,7 +12,6 @@ import torch
 from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.published_buffer import encoded_frames
 from replaykit.errors import SchemaError
-from replaykit.keywords import expect
 from replaykit.storages.memory import differing
 from replaykit.ted import Key, format_key
 
@@ -134,7 +133,10 @@ class ExportSource:
 
     def __init__(self, data: Any, target: str, *, whole: bool = True, joined: bool = True) -> None:
         self._target, self._whole, self._joined = target, whole, joined
-        expect(data, ReplayBuffer, "data as a ReplayBuffer or a data set")
+        if not isinstance(data, ReplayBuffer):
+            raise TypeError(
+                f"expected data as a ReplayBuffer or a data set, got {type(data).__name__}"
+            )
         self._episodes = data.episodes
         if not len(self._episodes):
             raise ValueError(f"expected data with at least one episode for {target}, got no rows")

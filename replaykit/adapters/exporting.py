@@ -27,7 +27,6 @@ from replaykit.adapters.exported_episodes import (
 from replaykit.buffer import ReplayBuffer
 from replaykit.errors import SchemaError
 from replaykit.filesystem import replace_file
-from replaykit.keywords import expect
 from replaykit.ted import Key
 
 _MINARI_ID: Final = re.compile(r"(?:(?P<namespace>[-\w]+(?:/[-\w]+)*)/)?[-\w]+-v\d+")
@@ -375,7 +374,11 @@ def _spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any
     if is_spec and None not in given:
         return spec, given
     made = gymnasium.make(spec) if is_spec else env
-    expect(made, gymnasium.Env, "env as an id, an EnvSpec or an environment of gymnasium")
+    if not isinstance(made, gymnasium.Env):
+        raise TypeError(
+            f"expected env as an id, an EnvSpec or an environment of gymnasium, got "
+            f"{type(env).__name__}"
+        )
     known = (made.observation_space, made.action_space)
     if is_spec:
         made.close()

@@ -21,7 +21,6 @@ from replaykit.declared import Positive, read_value
 from replaykit.environments import transition
 from replaykit.errors import SchemaError
 from replaykit.interrupts import deferred
-from replaykit.keywords import expect
 from replaykit.structure import from_numbers, from_numpy
 from replaykit.ted import Key, format_key, unravel
 
@@ -94,7 +93,8 @@ def record(
         read_value(Positive | None, count, name)
     if episodes is None and steps is None:
         raise ValueError("expected episodes= or steps=, which end the recording, got neither")
-    expect(policy, Callable | None, "policy as a function or None")
+    if policy is not None and not callable(policy):
+        raise TypeError(f"expected policy as a function or None, got {type(policy).__name__}")
     recorder = None
     try:
         with deferred:  # an interrupted opening would keep the folder locked
@@ -368,7 +368,8 @@ class _Recorder:
         info: Mapping[Any, Any],
     ) -> None:
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            expect(flag, (bool, np.bool_), f"{name} as bool")
+            if not isinstance(flag, (bool, np.bool_)):
+                raise TypeError(f"expected {name} as bool, got {type(flag).__name__} {flag!r:.40}")
         after = self._observation.taken(observation)
         values = tuple(
             self._columns.array(_info_value(info, key), path)

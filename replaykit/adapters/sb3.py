@@ -18,7 +18,6 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import one_of
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.transforms import Compose, StackFrames
@@ -515,7 +514,10 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
         if isinstance(strategy, str):
             strategy = KEY_TO_GOAL_STRATEGY.get(strategy.lower())
         if not isinstance(strategy, GoalSelectionStrategy):
-            one_of("goal_selection_strategy", goal_selection_strategy, sorted(KEY_TO_GOAL_STRATEGY))
+            raise ValueError(
+                f"goal_selection_strategy: expected one of {sorted(KEY_TO_GOAL_STRATEGY)}, got "
+                f"{goal_selection_strategy!r}"
+            )
         if copy_info_dict and recover:
             raise ValueError(
                 "copy_info_dict=True: expected recover=False, got True; infos do not outlive the "

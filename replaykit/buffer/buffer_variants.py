@@ -14,7 +14,7 @@ from replaykit.buffer.replay_buffer import ReplayBuffer
 from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
 from replaykit.declared import encode_state
-from replaykit.keywords import Replaced, checked_keywords, expect
+from replaykit.keywords import Replaced, checked_keywords
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.schema import Schema, split_leaves
@@ -500,7 +500,8 @@ class HERReplayBuffer(TensorDictReplayBuffer[DataT, StorageT, SamplerT, WriterT]
         transform: Any = None,
         **kwargs: Any,
     ) -> None:
-        expect(reward_fn, Callable, "reward_fn as a function")
+        if not callable(reward_fn):
+            raise TypeError(f"expected reward_fn as a function, got {type(reward_fn).__name__}")
         if unravel(end_key) != DONE:
             raise ValueError(
                 f"expected end_key as {format_key(DONE)}, by which the storage finds the ends of "

@@ -14,7 +14,7 @@ from replaykit._compat import arange
 from replaykit.buffer.draw import drop_draws, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.declared import Count, read_value
-from replaykit.keywords import expect, whole_number
+from replaykit.keywords import whole_number
 from replaykit.pace import LimiterQueue, RateLimiter
 from replaykit.samplers import (
     ConsumingSampler,
@@ -97,7 +97,8 @@ class LockedStorage:
 
 def _made(given: Any, kind: type, default: Callable[[], Any]) -> Any:
     made = default() if given is None else given if isinstance(given, kind) else given()
-    expect(made, kind, f"a callable that returns a {kind.__name__}")
+    if not isinstance(made, kind):
+        raise TypeError(f"expected a callable that returns a {kind.__name__}, got {made!r}")
     return made
 
 
@@ -443,8 +444,15 @@ def check_consuming(
     if not sampler.consumes:
         return
     name = type(sampler).__name__
-    expect(storage, (ListStorage, TensorStorage), f"a list or tensor storage for a {name}")
-    expect(writer, RoundRobinWriter, f"a writer with write_at, a RoundRobinWriter, for a {name}")
+    if not isinstance(storage, (ListStorage, TensorStorage)):
+        raise TypeError(
+            f"expected a list or tensor storage for a {name}, got {type(storage).__name__}"
+        )
+    if not isinstance(writer, RoundRobinWriter):
+        raise TypeError(
+            f"expected a writer with write_at for a {name}, such as RoundRobinWriter, got "
+            f"{type(writer).__name__}"
+        )
     if storage.ndim > 1:
         raise ValueError(f"expected ndim=1 for a {name}, got ndim={storage.ndim}")
     if prefetch:
@@ -537,8 +545,11 @@ def check_shareable(storage: Storage, writer: Writer) -> None:
     Raises:
         ValueError: a part cannot be shared. The error names it and parts that can be shared.
     """
-    shareable = "a LazyTensorStorage or LazyMemmapStorage for shared=True"
-    expect(storage, LazyTensorStorage, shareable, ValueError)
+    if not isinstance(storage, LazyTensorStorage):
+        raise ValueError(
+            "expected a LazyTensorStorage or LazyMemmapStorage for shared=True, whose memory "
+            f"processes can share, got {type(storage).__name__}"
+        )
     if writer.kind not in ("round_robin", "lanes", "episodes"):
         raise ValueError(
             "expected a RoundRobinWriter, LaneWriter or EpisodeWriter for shared=True, got "
@@ -600,8 +611,12 @@ def check_kinds(
     """Raise TypeError if an argument of a buffer has the wrong type."""
     if transform is not None and transform_factory is not None:
         raise TypeError("transform and transform_factory are mutually exclusive, got both")
-    expect(transform_factory, Callable | None, "a callable transform_factory")
-    expect(sample_unit, SampleUnit | Windows | None, "sample_unit as a SampleUnit instance")
+    if transform_factory is not None and not callable(transform_factory):
+        raise TypeError(f"expected a callable transform_factory, got {transform_factory!r}")
+    if sample_unit is not None and not isinstance(sample_unit, (SampleUnit, Windows)):
+        raise TypeError(
+            f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
+        )
     check_collate_fn(collate_fn)
     check_generator(generator)
     for name, given, kind in (
@@ -636,14 +651,17 @@ def checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
 
 
 def check_type(name: str, given: object, kind: type) -> None:
-    expect(given, kind, f"{name} as a {kind.__name__}")
+    if not isinstance(given, kind):
+        raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")
 
 
 def check_generator(generator: object) -> None:
     """Raise TypeError unless the argument is a torch generator or None."""
-    expect(generator, torch.Generator | None, "generator as a torch.Generator")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"expected generator as a torch.Generator, got {type(generator).__name__}")
 
 
 def check_collate_fn(collate_fn: object) -> None:
     """Raise TypeError unless the argument is a function or None."""
-    expect(collate_fn, Callable | None, "a callable collate_fn")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"expected a callable collate_fn, got {type(collate_fn).__name__}")

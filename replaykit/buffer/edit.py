@@ -20,7 +20,6 @@ from replaykit.buffer.deliver import is_ragged, with_each
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.row_context import apply_all, fetch_all
 from replaykit.errors import SchemaError
-from replaykit.keywords import expect
 from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
 from replaykit.storages.indexing import as_index, elements_at, ravel, unravel_index
@@ -264,7 +263,12 @@ def set_columns(
 
 
 def columns_of(buffer: ReplayBuffer) -> TensorStorage:
-    return expect(buffer._storage, TensorStorage, "a tensor or memmap storage", RuntimeError)
+    storage = buffer._storage
+    if not isinstance(storage, TensorStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} has no columns; use a tensor or memmap storage"
+        )
+    return storage
 
 
 def layout_of(buffer: ReplayBuffer, storage: Storage) -> int:
@@ -377,7 +381,10 @@ def patchable(storage: Storage, writer: Writer) -> TensorStorage:
     of = f"{type(storage).__name__} with {type(writer).__name__}"
     check_tracked(writer.tracks_generations, of)
     if not isinstance(storage, TensorStorage):
-        raise RuntimeError(f"Conditional updates are not supported by {of}, which has no columns")
+        raise RuntimeError(
+            f"Conditional updates are not supported by {of}: the storage has no columns to patch; "
+            "use a tensor or memmap storage"
+        )
     if not len(storage):
         raise RuntimeError("Conditional updates require an initialized storage: nothing is stored")
     return storage

@@ -21,7 +21,7 @@ from replaykit.buffer.source import seconds_left
 from replaykit.declared import Positive, Rule, decode_state, read_value, within
 from replaykit.errors import Closed
 from replaykit.interrupts import deferred
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.pace import checked_timeout
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
@@ -80,7 +80,8 @@ class Observers:
         """Register a function; return a function that removes it."""
         one_of("event", kind, EVENTS)
         names = ("state_dict", "load_state_dict")
-        expect(fn, Callable, f"a function for {kind!r} events")
+        if not callable(fn):
+            raise TypeError(f"expected a function for {kind!r} events, got {type(fn).__name__}")
         if state is not None and not all(callable(getattr(state, name, None)) for name in names):
             raise TypeError(f"expected state with {' and '.join(names)}, got {state!r}")
         entry = functools.partial(fn)  # one function may be registered several times

@@ -149,8 +149,10 @@ def update_from_sample(buffer: ReplayBuffer, data: Any) -> None:
         return  # training loops call this after every batch, whatever the sampler
     if not (is_tensordict(data) or is_tensorclass(data)):
         raise TypeError(
-            f"expected a TensorDict as sample() returns it, got {type(data).__name__}, which has "
-            "no index; pass info['index'] of sample(return_info=True) to update_priority()"
+            f"expected a TensorDict as sample() returns it, got {type(data).__name__}: batches "
+            "of rows that are not TensorDicts carry no index. Write TensorDicts, as "
+            "replaykit.transition() makes them, or pass info['index'] of "
+            "sample(return_info=True) to update_priority()"
         )
     if isinstance(buffer._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
         update_anchors(buffer, data)

@@ -51,7 +51,7 @@ from replaykit.buffer.events import Event, Observers
 from replaykit.buffer.prefetch import Draw, Prefetcher
 from replaykit.checkpoint import save_snapshot
 from replaykit.episodes import Needs
-from replaykit.keywords import Replaced, checked_keywords, expect, named_after
+from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.pace import SAMPLE, LimiterQueue, RateLimiter
 from replaykit.samplers import Sampler, SampleUnit, Transition
 from replaykit.storages import Storage
@@ -1542,10 +1542,14 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             [3, 1]
         """
         with self._locked() as storage:
-            columns = expect(storage, ColumnStorage, "a tensor or memmap storage", RuntimeError)
-            if columns.initialized:
-                _ = columns.episodes  # raises if rows have no keys
-            return Episodes(columns)
+            if not isinstance(storage, ColumnStorage):
+                raise RuntimeError(
+                    f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
+                    "memmap storage"
+                )
+            if storage.initialized:
+                _ = storage.episodes  # raises if rows have no keys
+            return Episodes(storage)
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """End the open episodes, although no flag marks their end.

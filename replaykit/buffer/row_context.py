@@ -11,7 +11,6 @@ import torch
 
 from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
-from replaykit.keywords import expect
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.columns import Columns
@@ -158,14 +157,17 @@ def fetch_all(
     Raises:
         RuntimeError: the storage does not record where episodes end.
     """
-    need = "a tensor or memmap storage for transforms that read the rows around"
-    columns = expect(storage, ColumnStorage, need, RuntimeError)
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
+            "read the rows around need; use a tensor or memmap storage"
+        )
     window, mask = info.get("sequence_id"), info.get("validity_mask")
     if mask is None:
         mask = info.get(("collector", "mask"))
     around = StoredSurroundings(
-        columns,
-        columns.episodes if episodes is None else episodes,
+        storage,
+        storage.episodes if episodes is None else episodes,
         index,
         None if window is None else window.cpu().numpy(),
         None if mask is None else mask.cpu().numpy(),

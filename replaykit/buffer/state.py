@@ -25,10 +25,9 @@ from replaykit.buffer.components import (
 from replaykit.buffer.draw import drop_draws, put_back, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
-from replaykit.declared import Rule, encode_state, read_value
+from replaykit.declared import Rule, decode_state, encode_state
 from replaykit.errors import CheckpointError
 from replaykit.interrupts import deferred
-from replaykit.keywords import expect
 from replaykit.pace import LimiterQueue
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
@@ -325,7 +324,8 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
     """Return a generator in the saved state; None if no state was saved."""
     if saved is None:
         return None
-    expect(saved, Mapping, "the state of a generator", ValueError)
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the state of a generator, got {saved!r}")
     try:
         generator = torch.Generator(torch.device(saved["device"]))
         # Copied, because torch reads from the start of the tensor's storage, not of the tensor.
@@ -353,7 +353,9 @@ def loaded_generator(
 
 def undelivered_draws(saved: object) -> list[UndeliveredDraw]:
     """Return the prefetched draws of a checkpoint; ValueError if they are invalid."""
-    return cast(list[UndeliveredDraw], read_value(list[UndeliveredDraw], saved, "prepared draws"))
+    if not isinstance(saved, list):
+        raise ValueError(f"expected a list of prepared draws, got {saved!r}")
+    return [decode_state(UndeliveredDraw, record, "a prepared draw") for record in saved]
 
 
 def check_rows(draws: Sequence[UndeliveredDraw], state: BufferState) -> None:
@@ -560,7 +562,8 @@ def _has_identity(head: object) -> bool:
 
 def _check_identity(own: Any, saved: Any) -> None:
     """Raise ValueError if a storage lacks rows that were not saved."""
-    expect(saved, Mapping, "the identity of a data set", ValueError)
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"expected the identity of a data set, got {saved!r}")
     same = isinstance(own, Mapping) and set(own) == set(saved)
     for key, value in saved.items() if same else ():
         there = own[key]
@@ -642,7 +645,8 @@ def state_of(buffer: ReplayBuffer) -> dict[str, Any]:
 
 def load_state(buffer: ReplayBuffer, state_dict: dict[str, Any]) -> None:
     """Load a copy of a state from ``state_dict``, by the rules of ``loads``."""
-    expect(state_dict, Mapping, "the state of a buffer", ValueError)
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"expected the state of a buffer, got {type(state_dict).__name__}")
     names = ("_storage", "_sampler", "_writer", "_transforms", "_rng")
     missing = [name for name in names if name not in state_dict]
     if missing:

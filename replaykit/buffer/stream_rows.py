@@ -18,7 +18,7 @@ from replaykit.buffer.write import empty_rows
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import Closed, NotEnoughData
 from replaykit.interrupts import check
-from replaykit.keywords import expect, whole_number
+from replaykit.keywords import whole_number
 from replaykit.pace import checked_timeout
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import elements_of, unravel_index
@@ -226,7 +226,9 @@ def _removes(buffer: ReplayBuffer, storage: Any) -> bool:
 
 
 def _columns(storage: Any) -> ColumnStorage:
-    return expect(storage, ColumnStorage, "a tensor storage, which has lanes", RuntimeError)
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(f"a {type(storage).__name__} has no lanes; use a tensor storage")
+    return storage
 
 
 def _queues(buffer: ReplayBuffer, storage: ColumnStorage, name: str) -> StreamQueues:

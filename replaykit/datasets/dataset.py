@@ -43,7 +43,7 @@ from replaykit.datasets.published_buffer import (
 from replaykit.datasets.publishing import Published, open_published, remove_published
 from replaykit.datasets.sources import DownloadPlan, Remote, Sources, room_needed_at
 from replaykit.filesystem import free_bytes
-from replaykit.keywords import checked_keywords, expect, refuse_unknown
+from replaykit.keywords import checked_keywords, refuse_unknown
 from replaykit.writers import ImmutableDatasetWriter, Writer
 
 
@@ -145,7 +145,10 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
             ("policies", policies, (Policies,)),
             ("layout", layout, (Layout, TableLayout)),
         ):
-            expect(given, (*kinds, NoneType), f"{name} as {kinds[0].__name__} or None")
+            if not isinstance(given, (*kinds, NoneType)):
+                raise TypeError(
+                    f"expected {name} as {kinds[0].__name__} or None, got {given!r:.80}"
+                )
         self._options = ConvertOptions(policies=policies or Policies(), workers=workers)
         self.dataset_id = dataset_id
         self.source = source

@@ -50,7 +50,6 @@ from replaykit.filesystem import (
     sync_directory,
     sync_tree,
 )
-from replaykit.keywords import expect
 from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.row_files import map_file
@@ -268,6 +267,8 @@ def preprocess_rows(
     num_frames: int | None = None,
 ) -> TensorStorage:
     """Apply a function to the rows of a storage; see BaseDatasetExperienceReplay.preprocess."""
+    if not isinstance(storage, TensorStorage):
+        raise TypeError(f"expected a tensor storage, got {type(storage).__name__}")
     workers = multiprocessing.cpu_count() if num_workers is None else num_workers
     read_value(Count, workers, "num_workers")
     if pool is not None:
@@ -277,7 +278,7 @@ def preprocess_rows(
     methods = multiprocessing.get_all_start_methods()
     if mp_start_method is not None and mp_start_method not in methods:
         raise ValueError(f"expected mp_start_method in {methods}, got {mp_start_method!r}")
-    source = _Source.along(expect(storage, TensorStorage, "a tensor storage"), dim, num_frames)
+    source = _Source.along(storage, dim, num_frames)
     step = _piece_rows(source, workers, chunksize, num_chunks)
     # Links are followed: the folder behind a link is replaced, not the link.
     target = Path(os.path.realpath(dest))

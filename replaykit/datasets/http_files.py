@@ -41,7 +41,6 @@ from replaykit.datasets.transfers import (
 )
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import require_room
-from replaykit.keywords import whole_number
 
 
 class Refused(Exception):
@@ -335,7 +334,8 @@ def fetch_files(
     The call returns all files or raises an error. Complete files stay in the cache for the next
     call. With ``target``, the disk of the converted columns must also have enough room.
     """
-    whole_number("max_workers", max_workers, 1)
+    if max_workers < 1:
+        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
     cache = DownloadCache(default_downloads() if root is None else Path(root))
     wanted = list(dict.fromkeys(files))
     sizes: list[int | None] = [file.size for file in wanted]

@@ -29,7 +29,6 @@ from replaykit.datasets.transfers import (
 from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
 from replaykit.filesystem import free_bytes
-from replaykit.keywords import whole_number
 
 _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
@@ -437,7 +436,8 @@ def fetch(
     Cost: every file is read once for its hash. ``max_workers`` files are read at once. Memory: the
     blocks of 10 MiB of the client per worker.
     """
-    whole_number("max_workers", max_workers, 1)
+    if max_workers < 1:
+        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
     hub = endpoint()
     if not is_offline():
         _require_room(listing)

@@ -12,7 +12,6 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import as_chain
 from replaykit.datasets.dataset import load_dataset
 from replaykit.declared import Positive, read_value
-from replaykit.keywords import whole_number
 from replaykit.mixture import ReplayBufferEnsemble
 from replaykit.storages import LazyTensorStorage, Storage
 
@@ -202,7 +201,8 @@ def prefill_replay_buffer(
     count = len(source)
     chosen = torch.arange(count)
     if n_samples is not None:
-        whole_number("n_samples", n_samples, 0)
+        if n_samples < 0:
+            raise ValueError(f"expected n_samples of at least 0, got {n_samples}")
         if n_samples < count:
             chosen = torch.randperm(count, generator=source.sampler.generator)[:n_samples].sort()[0]
     for index in chosen.split(chunk_size):

@@ -29,7 +29,6 @@ from replaykit.distributed.host import (
 )
 from replaykit.distributed.protocol import ITSELF, Message, pack
 from replaykit.distributed.requests import RemoteResult, Reply, running_ray
-from replaykit.keywords import whole_number
 from replaykit.storages.save_hooks import check_no_checkpointer
 from replaykit.transfer import to_device
 
@@ -203,10 +202,13 @@ def checked_count(name: str, value: Any) -> int:
     """Return a checked count; None means 0.
 
     Raises:
-        TypeError: the value is not an int.
-        ValueError: the value is below 0.
+        ValueError: the value is not an int of at least 0.
     """
-    return 0 if value is None else whole_number(name, value, 0)
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected {name} as an int of at least 0, got {value!r}")
+    return value
 
 
 # -- a buffer in an actor --------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from replaykit.distributed.shard_pacing import PaceKeeper
 from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
-from replaykit.keywords import expect
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
 
 Sent: TypeAlias = tuple[int, Reply]
@@ -296,7 +295,8 @@ def _report_facts(
 
 def check_on_loss(on_loss: object) -> None:
     """Raise TypeError unless the argument can be called or is None."""
-    expect(on_loss, Callable | None, "on_loss as a function of a ShardLoss")
+    if on_loss is not None and not callable(on_loss):
+        raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
 
 _FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()

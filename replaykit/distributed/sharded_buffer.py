@@ -19,7 +19,7 @@ from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_
 from replaykit.distributed.sharded_client import ShardedClient
 from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.errors import RateLimiterTimeout
-from replaykit.keywords import checked_keywords, one_of, whole_number
+from replaykit.keywords import checked_keywords
 from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler
 
@@ -124,8 +124,12 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         ray_init_config: dict[str, Any] | None = None,
     ) -> None:
         self._closed = True
-        whole_number("num_shards", num_shards, 1)
-        one_of("backend", backend, ("ray", "local"))
+        if type(num_shards) is not int:
+            raise TypeError(f"expected num_shards as an int, got {num_shards!r}")
+        if num_shards < 1:
+            raise ValueError(f"expected num_shards of at least 1, got {num_shards}")
+        if backend not in ("ray", "local"):
+            raise ValueError(f"expected backend as 'ray' or 'local', got {backend!r}")
         factories = (storage, sampler, writer, transform_factory)
         names = ("storage", "sampler", "writer", "transform_factory")
         for name, factory in zip(names, factories, strict=True):

@@ -36,7 +36,7 @@ from replaykit.feeds.chunk_files import (
 )
 from replaykit.filesystem import make_directory
 from replaykit.interrupts import Lock, check
-from replaykit.keywords import checked_keywords, expect, named_after
+from replaykit.keywords import checked_keywords, named_after
 from replaykit.recovery.locks import Exclusive
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.transfer import BatchMemory
@@ -168,7 +168,8 @@ class TrajectoryFolder:
         partition: Literal["fifo", "protected"] = "fifo",
         min_files: int = 1,
     ) -> None:
-        expect(buffer, ReplayBuffer, "a ReplayBuffer")
+        if not isinstance(buffer, ReplayBuffer):
+            raise TypeError(f"expected a ReplayBuffer, got {type(buffer).__name__}")
         if buffer.storage.ndim > 1:
             raise ValueError(
                 f"expected a buffer without lanes, got ndim={buffer.storage.ndim}; a storage with "

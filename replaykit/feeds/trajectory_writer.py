@@ -29,7 +29,7 @@ from replaykit.feeds.chunk_files import (
 )
 from replaykit.filesystem import sync_directory
 from replaykit.interrupts import Lock, deferred
-from replaykit.keywords import checked_keywords, expect, named_after
+from replaykit.keywords import checked_keywords, named_after
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.structure import Path as Key
 from replaykit.ted import EPISODE_KEYS, end_flags, format_key, unravel
@@ -126,7 +126,8 @@ class TrajectoryWriter:
             raise ValueError(f"expected stagger below max_len={max_len}, got {stagger}")
         self._format: Format = read_value(Format, format, "format")
         self._now = read_value(Flush, flush, "flush") == "done"
-        expect(generator, torch.Generator | None, "a torch.Generator")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"expected a torch.Generator, got {type(generator).__name__}")
         self._generator = generator
         self._single = lanes is None
         count = read_value(Positive | None, lanes, "lanes") or 1
@@ -139,7 +140,8 @@ class TrajectoryWriter:
         self._layout: ChunkLayout | None = None
         # Ids, and values of keys of ``previous``, of the newest row of each lane.
         self._last: dict[Key, torch.Tensor] = {}
-        expect(previous, (list, tuple), "previous as a list of keys")
+        if not isinstance(previous, (list, tuple)):
+            raise TypeError(f"previous: expected a list of keys, got {previous!r}")
         self._previous = [unravel(key) for key in previous]
         self._finished: deque[_Finished] = deque()
         self._written = 0
@@ -245,7 +247,8 @@ class TrajectoryWriter:
             raise RuntimeError("the writer belongs to another process; make one in each process")
 
     def _accept(self, data: Any, *, single: bool) -> None:
-        expect(data, TensorDictBase, "rows as a TensorDict")
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"expected rows as a TensorDict, got {type(data).__name__}")
         ndim = 1 if self._single else 2
         with deferred, self._lock:
             self._check()

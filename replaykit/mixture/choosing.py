@@ -14,7 +14,6 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.source import BufferSource, Readiness
 from replaykit.declared import Count, read_value
 from replaykit.errors import NotEnoughData, NotReady
-from replaykit.keywords import expect, one_of
 from replaykit.mixture.member_parts import (
     MemberWeights,
     Ramp,
@@ -243,8 +242,12 @@ class SamplerEnsemble(Sampler):
         self._samplers = samplers
         self._sources: Sequence[Any] | None = None
         self._ended: frozenset[int] = frozenset()
-        one_of("unready", unready, UNREADY)
-        one_of("counts", counts or COUNTS[0], COUNTS)
+        for name, value, known in (
+            ("counts", counts, (None, *COUNTS)),
+            ("unready", unready, UNREADY),
+        ):
+            if value not in known:
+                raise ValueError(f"expected {name} as one of {known}, got {value!r}")
         options = (p, counts, ramp, ready)
         if sample_from_all and (unready != "raise" or any(one is not None for one in options)):
             raise RuntimeError(
@@ -479,7 +482,8 @@ class SamplerEnsemble(Sampler):
 
     def _paired(self, storage: Any) -> list[BufferSource]:
         """Return buffers of the samplers and storages as sources."""
-        expect(storage, StorageEnsemble, "a StorageEnsemble")
+        if not isinstance(storage, StorageEnsemble):
+            raise TypeError(f"expected a StorageEnsemble, got {type(storage).__name__}")
         if len(storage) != len(self):
             raise ValueError(f"expected {len(self)} storages, got {len(storage)}")
         sources = []

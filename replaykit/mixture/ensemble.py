@@ -35,7 +35,7 @@ from replaykit.buffer.source import (
 )
 from replaykit.declared import Count, read_value
 from replaykit.interrupts import deferred
-from replaykit.keywords import checked_keywords, expect, named_after
+from replaykit.keywords import checked_keywords, named_after
 from replaykit.mixture import mixture_saving
 from replaykit.mixture.choosing import SamplerEnsemble, member_named
 from replaykit.mixture.joining import INDEX, BatchParts, length_of, merged, select, stacked
@@ -931,8 +931,11 @@ def _source_of(number: int, member: Any, collate: Any) -> Source:
     """
     if isinstance(member, ReplayBufferEnsemble):
         return member._mixture
-    kinds = (ReplayBuffer, BufferHandle)
-    expect(member, kinds, f"member {number} as a ReplayBuffer or a client() of a remote buffer")
+    if not isinstance(member, (ReplayBuffer, BufferHandle)):
+        raise TypeError(
+            f"expected member {number} as a ReplayBuffer, got {type(member).__name__}; for a "
+            "remote buffer give a RayReplayBuffer, a ShardedReplayBuffer, or a client() of one"
+        )
     with member_named(number):
         if isinstance(member, BufferHandle):
             return HandleSource(member)
@@ -968,7 +971,10 @@ def _made_of(parts: dict[str, Any], priority_key: Any) -> tuple[ReplayBuffer, ..
     """
     kinds = {"storages": StorageEnsemble, "samplers": SamplerEnsemble, "writers": WriterEnsemble}
     for name, kind in kinds.items():
-        expect(parts[name], kind, f"{name} as a {kind.__name__}")
+        if not isinstance(parts[name], kind):
+            raise TypeError(
+                f"expected {name} as a {kind.__name__}, got {type(parts[name]).__name__}"
+            )
     counts = {name: len(part) for name, part in parts.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"expected as many storages as samplers and writers, got {counts}")

@@ -11,16 +11,8 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import (
-    TensorDict,
-    TensorDictBase,
-    fields_of,
-    is_tensordict,
-    lookup,
-    new_tensordict,
-)
+from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
 from replaykit.buffer.source import MemberFacts
-from replaykit.keywords import expect
 from replaykit.mixture.choosing import is_of_rows
 from replaykit.samplers.window_forms import MASK
 from replaykit.schema import check_alike
@@ -88,7 +80,10 @@ def select(data: Any, keys: Sequence[Any], member: int) -> Any:
         TypeError: the data is not a TensorDict; the error names the member.
         KeyError: keys are missing; the error names them and the member.
     """
-    expect(data, TensorDictBase, f"a TensorDict of member {member} to take keys= of")
+    if not is_tensordict(data):
+        raise TypeError(
+            f"member {member}: expected a TensorDict to take keys= of, got {type(data).__name__}"
+        )
     known = set(data.keys(True))
     missing = [
         format_key(key if isinstance(key, tuple) else (key,)) for key in keys if key not in known

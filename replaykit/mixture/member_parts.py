@@ -15,7 +15,6 @@ from replaykit._compat import Uncompiled
 from replaykit.buffer.source import UNITS, BufferHandle
 from replaykit.declared import Count, Positive, decode_state, read_value, within
 from replaykit.errors import NotReady
-from replaykit.keywords import expect
 from replaykit.storages import Storage
 from replaykit.transforms import Compose
 from replaykit.writers import Writer
@@ -75,7 +74,10 @@ def check_parts(kind: type, parts: Sequence[Any], *also: type) -> None:
     if not parts:
         raise ValueError(f"expected at least one {kind.__name__.lower()}, got none")
     for number, part in enumerate(parts):
-        expect(part, (kind, *also), f"member {number} as a {kind.__name__}")
+        if not isinstance(part, (kind, *also)):
+            raise TypeError(
+                f"expected member {number} as a {kind.__name__}, got {type(part).__name__}"
+            )
 
 
 class MemberParts(Uncompiled):
@@ -403,7 +405,8 @@ class MemberWeights:
         ready: Sequence[Any] | None = None,
     ) -> None:
         self.count = count
-        expect(ramp, (Ramp, type(None)), "ramp as a Ramp or None")
+        if not isinstance(ramp, (Ramp, type(None))):
+            raise TypeError(f"expected ramp as a Ramp or None, got {type(ramp).__name__}")
         if ramp is not None and np.ndim(ramp.start or 0) and len(ramp.start) != count:  # type: ignore[arg-type]
             raise ValueError(f"expected {count} start weights, one a member, got {ramp.start}")
         given = np.ndim(p) == 1 and len(p) == count

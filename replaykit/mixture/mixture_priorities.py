@@ -12,7 +12,6 @@ import torch
 from replaykit._compat import TensorDict, as_tensor, is_tensordict, lookup
 from replaykit.buffer.source import RemoteRequest
 from replaykit.interrupts import deferred
-from replaykit.keywords import kind_of
 from replaykit.mixture.choosing import member_named
 from replaykit.mixture.joining import IDS, INDEX
 from replaykit.mixture.mixture import Mixture, RowSource, gathered
@@ -75,7 +74,10 @@ def update_rows(mixture: Mixture, index: Any, priority: Any, generation: Any) ->
         update_from_batch(mixture, index)
         return
     if not callable(getattr(index, "get", None)):
-        raise TypeError(f"expected the index of a sample of the ensemble, got {kind_of(index)}")
+        raise TypeError(
+            "expected the index of a sample of the ensemble, with index and buffer_ids, got "
+            f"{type(index).__name__}"
+        )
     if index.get("buffer_ids", None) is None or index.get("index", None) is None:
         raise KeyError("expected index and buffer_ids in the index of rows of an ensemble")
     ids, values = as_tensor(index["buffer_ids"]), as_tensor(priority)

@@ -14,7 +14,7 @@ import torch
 
 from replaykit._compat import Uncompiled, as_tensor
 from replaykit.errors import EmptyDistributionError
-from replaykit.keywords import checked_keywords, whole_number
+from replaykit.keywords import checked_keywords
 from replaykit.priorities.tree_kernels import (
     Operation,
     TorchKernel,
@@ -82,7 +82,9 @@ class SegmentTree(Uncompiled):
     ) -> None:
         if not self._operation_name:
             raise TypeError(f"expected a sum, min or max tree, got {type(self).__name__}")
-        capacity = whole_number("capacity", capacity, 1)
+        capacity = operator.index(capacity)
+        if capacity < 1:
+            raise ValueError(f"expected a capacity of at least 1, got {capacity}")
         if dtype not in (_FLOAT32, _FLOAT64):
             raise NotImplementedError(f"expected leaves of float32 or float64, got {dtype}")
         device = torch.device(device)

@@ -13,7 +13,7 @@ from replaykit import native
 from replaykit.episodes import Found, Head
 from replaykit.episodes.boundaries import CONTINUES
 from replaykit.errors import EmptyDistributionError
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, uniform
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
@@ -313,7 +313,8 @@ def weighed_episodes(
     Raises:
         TypeError, ValueError: an argument is invalid, or arguments exclude each other.
     """
-    expect(where, Callable | None, "where= as a function of the episodes")
+    if where is not None and not callable(where):
+        raise TypeError(f"expected where= as a function of the episodes, got {where!r}")
     given = {
         "where=": where is not None,
         "Coverage": coverage is not None,

@@ -11,7 +11,6 @@ import torch
 
 from replaykit._compat import Uncompiled
 from replaykit.declared import Count, Positive, Rule, read_value
-from replaykit.keywords import expect
 from replaykit.samplers.sampler import Sampler
 
 
@@ -224,7 +223,8 @@ class LambdaScheduler(ParameterScheduler):
         min_value: float | None = None,
         max_value: float | None = None,
     ) -> None:
-        expect(lambda_fn, Callable, "lambda_fn as a function")
+        if not callable(lambda_fn):
+            raise TypeError(f"expected lambda_fn as a function, got {type(lambda_fn).__name__}")
         super().__init__(obj, param_name, min_value, max_value)
         self.lambda_fn = lambda_fn
 
@@ -339,7 +339,8 @@ class SchedulerList:
 
     def append(self, scheduler: Any) -> None:
         """Add a scheduler at the end."""
-        expect(scheduler, (ParameterScheduler, SchedulerList), "a scheduler")
+        if not isinstance(scheduler, (ParameterScheduler, SchedulerList)):
+            raise TypeError(f"expected a scheduler, got {type(scheduler).__name__}")
         self.schedulers.append(scheduler)
 
     def step(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from replaykit.episodes import BoundaryRule, EpisodeIndex
-from replaykit.keywords import expect, one_of, whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.sampler import Sampler, SampleUnit
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
@@ -125,15 +125,19 @@ class Sequence(SampleUnit):
         return len(self._offsets)
 
     def check(self, storage: Storage, sampler: Sampler) -> None:
-        columns = expect(storage, ColumnStorage, "a tensor or memmap storage for a Sequence")
+        if not isinstance(storage, ColumnStorage):
+            raise TypeError(
+                "expected a tensor or memmap storage for a Sequence, got "
+                f"{type(storage).__name__}, which does not know where episodes end"
+            )
         if not sampler.draws_anchors:
             raise ValueError(
                 f"expected a sampler of single rows with a Sequence, got {type(sampler).__name__}, "
                 "which draws windows itself; use one of the two, or slices of one row "
                 "(slice_len=1), whose measure then decides which rows are anchors"
             )
-        if columns.initialized:
-            _check_content(columns)
+        if storage.initialized:
+            _check_content(storage)
 
     def expand(
         self,
@@ -209,9 +213,12 @@ class Sequence(SampleUnit):
 
     def episodes(self, storage: Storage) -> EpisodeIndex:
         """Return the index that cuts the windows. The caller holds the storage's lock."""
-        columns = expect(storage, ColumnStorage, "a tensor or memmap storage for a Sequence")
-        _check_content(columns)
-        self._index = columns.indexes.of(self._rule)
+        if not isinstance(storage, ColumnStorage):
+            raise TypeError(
+                f"expected a tensor or memmap storage for a Sequence, got {type(storage).__name__}"
+            )
+        _check_content(storage)
+        self._index = storage.indexes.of(self._rule)
         return self._index
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from replaykit.episodes import BoundaryRule, EpisodeIndex
 from replaykit.episodes.boundaries import CONTINUES, SWITCHED
 from replaykit.errors import NoEpisodeColumns
-from replaykit.keywords import expect, one_of, whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.window_forms import ALIGNS, PADS, SHORTS, WindowForm
 from replaykit.schema import Schema
 from replaykit.storages import Storage
@@ -300,7 +300,8 @@ def _require_tensordicts(storage: Storage) -> ColumnStorage:
     if not isinstance(storage, ColumnStorage):
         raise RuntimeError(
             "Could not get a tensordict out of the storage, which is required for SliceSampler to "
-            f"compute the trajectories: expected a tensor storage, got {type(storage).__name__}"
+            "compute the trajectories: expected TensorDicts in a tensor or memmap storage, got a "
+            f"{type(storage).__name__}"
         )
     root = storage.require().schema.root
     if not isinstance(root, Branch) or root.kind != "tensordict":
@@ -395,6 +396,6 @@ def checked_pad_value(pad_value: Any) -> dict[Path, Any]:
     values = pad_value if isinstance(pad_value, Mapping) else {(): pad_value}
     found = {key if key == () else unravel(key): value for key, value in values.items()}
     for value in found.values():
-        number = (bool, int, float, complex, np.number, np.bool_)
-        expect(value, number, "pad_value as a number or numbers by key")
+        if not isinstance(value, (bool, int, float, complex, np.number, np.bool_)):
+            raise TypeError(f"expected pad_value as a number or numbers by key, got {value!r}")
     return {(): 0, **found}

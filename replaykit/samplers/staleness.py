@@ -13,7 +13,7 @@ import torch
 from replaykit.checkpoint import ReadLater
 from replaykit.declared import vector, within
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import checked_keywords, expect, whole_number
+from replaykit.keywords import checked_keywords, whole_number
 from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from replaykit.samplers.sampler import Int64s, Sampler, as_drawn, made_of_saved, require_rows
 from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
@@ -137,7 +137,8 @@ class StalenessAwareSampler(Sampler):
         replacement: bool = True,
     ) -> None:
         super().__init__(replacement=replacement)
-        expect(staleness_weight_fn, Callable | None, "a callable weight function")
+        if staleness_weight_fn is not None and not callable(staleness_weight_fn):
+            raise TypeError(f"expected a callable weight function, got {staleness_weight_fn!r}")
         self.max_staleness = max_staleness
         self.version_key = version_key
         self._weight_fn = _reciprocal if staleness_weight_fn is None else staleness_weight_fn

@@ -9,7 +9,6 @@ import torch
 
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, EpisodeIndex, Found, Needs
 from replaykit.errors import NotEnoughData
-from replaykit.keywords import expect
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 
@@ -22,8 +21,12 @@ def index_for(storage: Storage) -> EpisodeIndex:
     Raises:
         RuntimeError: the storage has no episode index.
     """
-    need = "a tensor or memmap storage for transforms that read neighbouring rows"
-    return expect(storage, ColumnStorage, need, RuntimeError).episodes
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
+            "read neighbouring rows need; use a tensor or memmap storage"
+        )
+    return storage.episodes
 
 
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:

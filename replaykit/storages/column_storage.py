@@ -11,7 +11,6 @@ import torch
 from replaykit._compat import TensorDict, dtype_name
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import SchemaError
-from replaykit.keywords import expect
 from replaykit.schema import MatchedRows, Matcher, Rows, Schema, split_leaves
 from replaykit.storages.column_reads import AnyColumns, ColumnReads
 from replaykit.storages.columns import Columns
@@ -540,7 +539,8 @@ def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> t
     Raises:
         SchemaError: the value does not fit.
     """
-    expect(value, torch.Tensor, f"key {format_key(path)} as a tensor", SchemaError)
+    if not isinstance(value, torch.Tensor):
+        raise SchemaError(f"key {format_key(path)}: expected a tensor, got {type(value).__name__}")
     if path in FLAG_KEYS and [*value.shape, 1] == list(shape):
         value = value.unsqueeze(-1)
     if value.dtype != dtype or value.shape != shape:

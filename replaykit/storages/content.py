@@ -14,7 +14,6 @@ from replaykit.checkpoint import RowChunks
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
 from replaykit.declared import Count, Positive, decode_state
 from replaykit.errors import SchemaError
-from replaykit.keywords import expect
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.records import PackedLeaves, field_of
@@ -349,8 +348,8 @@ def _group_from_state(saved: _SavedGroup, lanes: torch.Size) -> Group:
     columns = rebuilt_columns(columns, saved.references, lanes)
     sizes = set()
     for (path, leaf), column in zip(schema.leaves.items(), columns, strict=True):
-        kinds = (torch.Tensor, RowChunks, ReferencedColumn)
-        expect(column, kinds, f"a tensor for {path}", ValueError)
+        if not isinstance(column, (torch.Tensor, RowChunks, ReferencedColumn)):
+            raise ValueError(f"expected a tensor for {path}, got {type(column).__name__}")
         expected = [*lanes, *leaf.shape]
         if column.dtype != leaf.dtype or list(column.shape[1:]) != expected:
             raise ValueError(

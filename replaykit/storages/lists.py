@@ -507,8 +507,10 @@ class LazyStackStorage(ListStorage):
         rows = super().prepare(data, single=single, time_dim=time_dim, optional=optional)
         for row in rows:
             if not (is_tensordict(row) or is_tensorclass(row)):
-                got = type(row).__name__
-                raise TypeError(f"expected TensorDicts, got {got}; ListStorage takes any object")
+                raise TypeError(
+                    f"expected rows that are TensorDicts, got {type(row).__name__}; "
+                    "ListStorage takes any object"
+                )
         return rows
 
     def get(self, index: Any) -> Any:

@@ -10,7 +10,6 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.checkpoint import MappedRows, ReadLater, RowChunks
-from replaykit.keywords import expect
 from replaykit.storages.indexing import agreed, rising_below
 from replaykit.storages.memory import carried
 
@@ -264,12 +263,17 @@ def rebuilt_columns(columns: list[Any], references: Any, lanes: torch.Size) -> l
         root: Any = record.get("follows")
         source = columns[root] if type(root) is int and 0 <= root < len(columns) else None
         if not isinstance(source, (torch.Tensor, RowChunks)):
-            raise ValueError(f"expected the number of the column that one follows, got {root!r}")
+            raise ValueError(
+                f"expected the number of a column that another one follows, got {root!r}"
+            )
         rows = source.shape[0] * lanes.numel()
         direct = "entries" in record
         name = "entries" if direct else "own_values" if "steps" in record else "values"
-        what = "the overflow values of a column"
-        values = expect(record.get(name), (torch.Tensor, RowChunks), what, ValueError)
+        values = record.get(name)
+        if not isinstance(values, (torch.Tensor, RowChunks)):
+            raise ValueError(
+                f"expected the overflow values of a column, got {type(values).__name__}"
+            )
         if direct:
             if shared is None:
                 tables = (_checked_table(references, source.shape[0], lanes),)

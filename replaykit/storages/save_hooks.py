@@ -14,7 +14,6 @@ import torch
 from replaykit._compat import LazyStackedTensorDict, arange
 from replaykit.checkpoint import Base, Checkpoint, Snapshot
 from replaykit.interrupts import deferred
-from replaykit.keywords import expect
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.content import Content, Group
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -166,7 +165,8 @@ def warn_left_out(count: int, stacklevel: int) -> None:
 
 def checked_hook(hook: Hook) -> Hook:
     """Return a hook; TypeError if it is not callable."""
-    expect(hook, Callable, "a callable hook")
+    if not callable(hook):
+        raise TypeError(f"expected a callable hook, got {type(hook).__name__}")
     return hook
 
 

@@ -68,7 +68,8 @@ class Storage(Uncompiled, ABC):
     """Dimension of a batch along which the rows are stacked."""
 
     def __init__(self, max_size: int, *, ndim: int = 1) -> None:
-        read_value(Positive, max_size, "max_size")
+        if type(max_size) is not int or max_size < 1:
+            raise ValueError(f"expected max_size as an int of at least 1, got {max_size!r}")
         read_value(Positive, ndim, "ndim")
         self.save_hooks: list[Hook] = []
         self.load_hooks: list[Hook] = []

@@ -486,8 +486,8 @@ def _layout_of(path: Path) -> TableLayout:
     found = table_layout_of(path)
     if found is None:
         raise ValueError(
-            f"expected a folder with a LeRobot data set, got {path}; convert other data again, with "
-            "force=True"
+            f"expected a folder with a LeRobot data set, got {path}; convert other data again "
+            "with force=True"
         )
     return found
 

@@ -11,7 +11,6 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
-from replaykit.keywords import expect
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, no_key, unravel
 from replaykit.transforms.history import Surroundings, filled, over_features
@@ -92,8 +91,10 @@ def as_number(name: str, value: Any, *, finite: bool = False) -> float:
         TypeError: the value is not a number.
         ValueError: the value is infinite or NaN, and ``finite`` is True.
     """
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
     try:
-        number = float("no number" if isinstance(value, bool) else value)
+        number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
     if finite and not math.isfinite(number):
@@ -121,7 +122,8 @@ def as_keys(keys: Any) -> list[Path]:
         TypeError: it is not a list of keys.
         ValueError: it is empty.
     """
-    expect(keys, (list, tuple), "keys as a list of keys")
+    if not isinstance(keys, (list, tuple)):
+        raise TypeError(f"keys: expected a list of keys, got {keys!r}")
     if not keys:
         raise ValueError("keys: expected at least one key, got none")
     return [unravel(key) for key in keys]

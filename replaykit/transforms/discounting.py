@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from replaykit._compat import TensorDictBase, is_tensordict, lookup, new_tensordict
+from replaykit._compat import is_tensordict, lookup, new_tensordict
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, EpisodeIndex
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage
@@ -345,7 +345,8 @@ class ReturnToGo(Transform):
         """
         if isinstance(data, (list, tuple)) and data and all(map(is_tensordict, data)):
             data = torch.stack(list(data))
-        expect(data, TensorDictBase, "a TensorDict with rewards")
+        if not is_tensordict(data):
+            raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
         needed = [self.reward]
         if self.boundary != TERMINATED:
             needed.append(self.boundary)
@@ -522,7 +523,8 @@ class ReturnToGo(Transform):
         else:
             assert self.value is not None
             value = self.value(_nested(found, int(truncated.sum())))
-            expect(value, torch.Tensor, "value as a tensor")
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"value: expected a tensor, got {type(value).__name__}")
         expected = (int(truncated.sum()), *reward.shape[1:])
         if value.shape != expected:
             raise ValueError(
@@ -637,5 +639,9 @@ def _checked_clip(clip: Any) -> tuple[float, float]:
 
 
 def _require_columns(storage: Storage) -> ColumnStorage:
-    need = "a storage with an episode index for ReturnToGo, a tensor or memmap storage"
-    return expect(storage, ColumnStorage, need, RuntimeError)
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"ReturnToGo expected a storage with an episode index, got a {type(storage).__name__}; "
+            "use a tensor or memmap storage"
+        )
+    return storage

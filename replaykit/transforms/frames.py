@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from replaykit import native
-from replaykit._compat import TensorDictBase, lookup
+from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import Needs
-from replaykit.keywords import expect, one_of, whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transfer import BatchMemory
@@ -134,7 +134,8 @@ class FrameStream:
 
         After an error the stream is unchanged.
         """
-        expect(data, TensorDictBase, "a TensorDict [lanes]")
+        if not is_tensordict(data):
+            raise TypeError(f"expected a TensorDict [lanes], got {type(data).__name__}")
         if data.batch_dims != 1:
             raise ValueError(f"expected a TensorDict [lanes], got {list(data.batch_size)}")
         how, lanes = self._how, data.batch_size[0]

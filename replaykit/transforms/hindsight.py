@@ -12,7 +12,7 @@ import torch
 
 from replaykit import native
 from replaykit._compat import TensorDict, fields_of, lookup
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.structure import Path
 from replaykit.ted import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key, unravel
 from replaykit.transforms.batch_values import as_share, set_all
@@ -281,7 +281,8 @@ class HindsightGoal(HistoryTransform):
         if check is not None:
             one_of("check", check, ("warn", "error"))
         for name, function in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
-            expect(function, Callable | None, f"{name} as a function of achieved and goal")
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}: expected a function of achieved and goal, got {function}")
         self.strategy, self.scope, self.check = strategy, scope, check
         self.achieved: Key = ("next", *_root_key("achieved", achieved))
         self.goal = _root_key("goal", goal)
@@ -527,7 +528,8 @@ def _where(rows: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 
 def _checked(name: str, found: Any, old: torch.Tensor) -> torch.Tensor:
     """Return a user function's result. TypeError or ValueError if it does not fit."""
-    expect(found, torch.Tensor, f"{name} as a tensor")
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(found).__name__}")
     if found.shape != old.shape:
         raise ValueError(
             f"{name}: expected the stored shape {list(old.shape)}, got {list(found.shape)}"

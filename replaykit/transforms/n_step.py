@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from replaykit._compat import TensorDictBase, is_tensordict, lookup
+from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Rule, decode_state
 from replaykit.episodes import Needs
-from replaykit.keywords import expect, one_of, whole_number
+from replaykit.keywords import one_of, whole_number
 from replaykit.storages.row_kernels import Led, StepsPlan
 from replaykit.structure import Path
 from replaykit.ted import (
@@ -145,7 +145,8 @@ class NStepWriting(Transform):
     @torch.no_grad()
     def inv(self, data: Any) -> Any:
         """Return the rows that are now complete, in the order of time, or None."""
-        expect(data, TensorDictBase, "a TensorDict with rewards")
+        if not is_tensordict(data):
+            raise TypeError(f"expected a TensorDict with rewards, got {type(data).__name__}")
         dim = self._time_of(data)
         rows = data if self._held is None else self._with_held(data, dim)
         if not isinstance(lookup(rows, self.reward_key), torch.Tensor):

@@ -12,7 +12,7 @@ import torch
 
 from replaykit.declared import Count, read_value
 from replaykit.episodes import Needs
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transforms.batch_values import as_number, last_real, nearest_real, set_all
@@ -312,7 +312,8 @@ class Windows(HistoryTransform):
         fps: float | None = None,
         pad_after: int | None = None,
     ) -> None:
-        expect(offsets, Mapping, "offsets as a mapping of keys to offsets")
+        if not isinstance(offsets, Mapping):
+            raise TypeError(f"offsets: expected a mapping of keys to offsets, got {offsets!r}")
         if not offsets:
             raise ValueError("offsets: expected at least one key, got none")
         self.unit, self.fps = one_of("unit", unit, ("steps", "seconds")), None

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from replaykit._compat import lookup
 from replaykit.declared import Positive, Rule, decode_state, read_value
-from replaykit.keywords import expect, one_of
+from replaykit.keywords import one_of
 from replaykit.storages import Storage
 from replaykit.structure import Path, build
 from replaykit.ted import format_key, no_key, unravel
@@ -429,7 +429,8 @@ class Normalize(_Scaling):
     def __init__(
         self, statistics: Any, modes: Mapping[Any, str], *, with_next: bool = False
     ) -> None:
-        expect(modes, Mapping, "modes as a mapping of keys to modes")
+        if not isinstance(modes, Mapping):
+            raise TypeError(f"modes: expected a mapping of keys to modes, got {modes!r}")
         self.keys, self.with_next = as_keys(list(modes)), bool(with_next)
         self.modes = dict(zip(self.keys, modes.values(), strict=True))
         self._scales = [_scale_of(statistics, key, mode) for key, mode in self.modes.items()]
@@ -528,7 +529,8 @@ class Unnormalize(ValueTransform):
     ordered = False
 
     def __init__(self, norm: Normalize | RunningNorm, keys: Sequence[Any] | None = None) -> None:
-        expect(norm, _Scaling, "a Normalize or RunningNorm")
+        if not isinstance(norm, _Scaling):
+            raise TypeError(f"expected a Normalize or RunningNorm, got {norm!r}")
         self.norm = norm
         self.keys = norm.keys if keys is None else as_keys(keys)
         for key in self.keys:
@@ -590,7 +592,8 @@ class Pad(ValueTransform):
     """
 
     def __init__(self, widths: Mapping[Any, int | torch.Tensor]) -> None:
-        expect(widths, Mapping, "widths as a mapping of keys to widths")
+        if not isinstance(widths, Mapping):
+            raise TypeError(f"widths: expected a mapping of keys to widths, got {widths!r}")
         self.widths: dict[Path, int | torch.Tensor] = {}
         for key, width in widths.items():
             name = f"key {key!r}: width"

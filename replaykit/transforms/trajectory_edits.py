@@ -9,9 +9,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from replaykit._compat import TensorDictBase
+from replaykit._compat import is_tensordict
 from replaykit.episodes import EndReason, Head, Needs
-from replaykit.keywords import expect
 from replaykit.structure import Leaf, Node, Path, Rules, build, flatten, leaf_paths
 from replaykit.ted import (
     DONE,
@@ -285,7 +284,8 @@ class TrajectoryTransform(HistoryTransform):
         allow_open: bool = False,
         allow_headless: bool = False,
     ) -> None:
-        expect(fn, Callable, "fn as a function of an episode")
+        if not callable(fn):
+            raise TypeError(f"fn: expected a function of an episode, got {fn!r}")
         self.fn = fn
         self.allow_open, self.allow_headless = bool(allow_open), bool(allow_headless)
         self.needs = Needs(closed=not self.allow_open, intact=not self.allow_headless)
@@ -402,7 +402,8 @@ def _seed(generator: torch.Generator | None) -> int:
 
 
 def _taken_apart(episode: Any, number: int) -> tuple[Node, dict[Path, torch.Tensor], int]:
-    expect(episode, TensorDictBase, "fn to return a TensorDict for an episode")
+    if not is_tensordict(episode):
+        raise TypeError(f"fn: expected a TensorDict for an episode, got {type(episode).__name__}")
     if not episode.batch_dims:
         raise ValueError("fn: expected an episode of batch size [n], got []")
     if not len(episode):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replaykit.keywords import expect, kind_of, one_of
+from replaykit.keywords import one_of
 
 
 class Transform:
@@ -278,11 +278,15 @@ class Compose(Transform):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """Raise ValueError if a state belongs to no transform of the chain."""
-        expect(state_dict, dict, "a dict with the states of transforms", ValueError)
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"expected a dict with the states of transforms, got {state_dict!r}")
         for key in state_dict:
             target = self[int(key)] if str(key).isdigit() and int(key) < len(self) else None
             if not callable(getattr(target, "load_state_dict", None)):
-                raise ValueError(f"expected a transform with state at {key}, got {kind_of(target)}")
+                raise ValueError(
+                    f"expected a transform with state at position {key}, got "
+                    f"{'none' if target is None else type(target).__name__}"
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of every transform. Raises ValueError as ``check_state`` does."""

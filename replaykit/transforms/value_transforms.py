@@ -11,7 +11,6 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import dtype_name, is_tensordict, lookup
-from replaykit.keywords import expect
 from replaykit.ted import FLAG_KEYS, REWARD, Key, format_key, unravel
 from replaykit.transfer import BatchMemory
 from replaykit.transforms.batch_values import (
@@ -61,7 +60,8 @@ class Cast(ValueTransform):
     """
 
     def __init__(self, dtype: torch.dtype, keys: Sequence[Any], with_next: bool = False) -> None:
-        expect(dtype, torch.dtype, "dtype as a torch dtype")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch dtype, got {dtype!r}")
         if dtype is torch.bool:
             raise ValueError("dtype: expected numbers, got torch.bool")
         self.dtype, self.keys, self._memory = dtype, as_keys(keys), BatchMemory()
@@ -434,13 +434,15 @@ class RewardMap(_RewardTransform):
 
     def __init__(self, fn: Callable[[torch.Tensor], torch.Tensor], key: Any = REWARD) -> None:
         super().__init__(key)
-        expect(fn, Callable, "fn as a function of rewards")
+        if not callable(fn):
+            raise TypeError(f"fn: expected a function of rewards, got {fn!r}")
         self.fn = fn
 
     def _mapped(self, old: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         given = old if real is None else old[real]
         new = self.fn(given)
-        expect(new, torch.Tensor, "fn to return a tensor of rewards")
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{self!r}: expected a tensor of rewards, got {type(new).__name__}")
         if new.shape != given.shape:
             raise ValueError(
                 f"{self!r}: expected rewards of shape {list(given.shape)}, got {list(new.shape)}"

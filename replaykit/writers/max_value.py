@@ -69,7 +69,6 @@ class TensorDictMaxValueWriter(Writer):
 
     kind = "max_value"
     keeps_order = False
-    _NEED = "a TensorDictMaxValueWriter expects data to be a tensor collection"
     _declared = _RankState
     mapped_entries = ("_ledger", "_ranks")
 
@@ -168,7 +167,10 @@ class TensorDictMaxValueWriter(Writer):
         """Return the rank of each prepared row: float64 ``[B]``."""
         if isinstance(rows, Rows):
             if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
-                raise RuntimeError(f"{self._NEED}, got {rows.root}")
+                raise RuntimeError(
+                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
+                    f"TensorDicts, got {rows.root}"
+                )
             if self.rank_key not in rows.leaves:
                 raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")
             return self._reduce(rows.leaves[self.rank_key])
@@ -182,7 +184,10 @@ class TensorDictMaxValueWriter(Writer):
 
     def _rank_of(self, data: Any) -> torch.Tensor:
         if not is_tensordict(data):
-            raise RuntimeError(f"{self._NEED}, got {type(data).__name__}")
+            raise RuntimeError(
+                f"a {type(self).__name__} expects data to be a tensor collection: it takes "
+                f"TensorDicts, got {type(data).__name__}"
+            )
         value = lookup(data, self.rank_key)
         if not isinstance(value, torch.Tensor):
             raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")

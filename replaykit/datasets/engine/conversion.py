@@ -53,7 +53,6 @@ from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
-from replaykit.keywords import whole_number
 from replaykit.ted import Key
 
 FLAT_FORM: Final = {"form": None}
@@ -84,8 +83,10 @@ class ConvertOptions:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("block_bytes", self.block_bytes, 1)
-        whole_number("workers", self.workers, 1)
+        if self.block_bytes < 1:
+            raise ValueError(f"expected block_bytes >= 1, got {self.block_bytes}")
+        if self.workers < 1:
+            raise ValueError(f"expected workers >= 1, got {self.workers}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the options, without ``workers``, as JSON values."""
