@@ -409,7 +409,7 @@ def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> No
     make_ensemble([5, 5, 5]).dumps(tmp_path / "three")
     refuses(ValueError, "members/2", ensemble.loads, tmp_path / "three")
     for state in ({}, {"_members": {}, "_own": {}}, 3, ensemble[0].state_dict()):
-        with pytest.raises(ValueError, match="expected the state of an ensemble"):
+        with pytest.raises(ValueError, match="the state of an ensemble"):
             ensemble.load_state_dict(state)  # type: ignore[arg-type]
     good = ensemble.state_dict()
     for name, wrong in (
