@@ -354,6 +354,8 @@ void bind_episodes(nb::module_& m) {
              rows.each([&](auto at, auto n) { slot = self.episodes.oldest(at, n, slot); });
            },
            "Write the slots of the oldest rows of streams, stream after stream.")
+      .def("late_begins", [](Index& self) { return self.episodes.late_begins(); },
+           "Return the slots of the oldest rows of streams that are not resets.")
       .def("drop_oldest",
            [](Index& self, nb::handle records, nb::handle counts) {
              const Oldest rows(self, records, counts);

@@ -90,6 +90,7 @@ class Episodes {
     std::int64_t first = 1;           // entry of the oldest ended episode with a stored row
     std::int64_t born = 0;            // differs if the record was used again
     std::uint8_t open_head = kReset, next_head;
+    bool late = false;                // whether `late_` has the lane
     NumberedRing<> log;
     std::vector<std::int64_t> severed;  // times of rows that a cut separates from the next row
 
@@ -230,6 +231,7 @@ class Episodes {
     reserve_places(slot + n);
     own.slots.reserve(n);
     Place* const places = places_.data() + slot;
+    const bool first = own.lo == own.hi;
     for (std::int64_t i = 0; i < n; ++i, ++own.hi) {
       own.slots.push(slot + i);
       if (own.open == kNone) own.firsts.push(id + i);
@@ -237,6 +239,7 @@ class Episodes {
       places[i] = {static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(own.hi)};
     }
     own.newest = std::max(own.newest, id + n - 1);
+    if (first) note_begin(at);
     ++version_;
   }
 
@@ -303,6 +306,21 @@ class Episodes {
     free_.insert(free_.end(), found.begin(), found.end());
     emptied_.clear();
     return found;
+  }
+
+  // Returns the slots of the oldest rows of a pool's lanes that are not resets. Cost: O(such rows),
+  // apart from lanes that had such a row since the last call.
+  std::vector<std::int64_t> late_begins() {
+    std::vector<std::int64_t> lanes, slots;
+    for (const std::int64_t at : late_) {
+      Lane& own = lanes_[static_cast<std::size_t>(at)];
+      own.late = begins_late(at);
+      if (!own.late) continue;
+      lanes.push_back(at);
+      slots.push_back(own.slots[own.lo]);
+    }
+    late_ = std::move(lanes);
+    return slots;
   }
 
   // -- ends without a row -------------------------------------------------------------------------
@@ -499,9 +517,26 @@ class Episodes {
   // Makes a record a lane without rows. The time of its next row is `start`.
   void start_again(std::int64_t at, std::int64_t start, std::int64_t gone, std::int64_t head) {
     Lane& lane = lanes_[static_cast<std::size_t>(at)];
+    const bool late = lane.late;
     lane = Lane(slots_, start, gone, head);
+    lane.late = late;
     lane.born = ++born_;
     ++version_;
+  }
+
+  // Returns whether the oldest row of a lane is not the reset of an episode.
+  bool begins_late(std::int64_t at) const {
+    const Lane& of = lane(at);
+    if (of.lo == of.hi || of.head_begin != kNone) return of.lo < of.hi;
+    return ((links_.data()[cell(of.lo, at)] >> kHeadShift) & 3) != kReset;
+  }
+
+  // Lists a lane of a pool whose oldest row has changed in `late_`.
+  void note_begin(std::int64_t at) {
+    Lane& own = lanes_[static_cast<std::size_t>(at)];
+    if (own.late || !begins_late(at)) return;
+    own.late = true;
+    late_.push_back(at);
   }
 
   // Adds the row at `time` with its link.
@@ -553,6 +588,7 @@ class Episodes {
     if (!pooled()) return;
     lane.slots.drop_until(lo);
     lane.firsts.drop_until(lane.first);
+    note_begin(at);
   }
 
   std::int64_t slots_, width_;
@@ -560,6 +596,7 @@ class Episodes {
   std::int64_t version_ = 0, ended_ = 0, born_ = 0;
   std::vector<Lane> lanes_;
   std::vector<std::int64_t> order_, rank_, free_, emptied_;
+  std::vector<std::int64_t> late_;  // the lanes with a late begin, and others that had one before
   std::vector<Place> places_;
   Links links_;
 };

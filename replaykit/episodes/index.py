@@ -466,8 +466,9 @@ class EpisodeIndex:
             kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
         """
         self.sync()
-        streams, lane = self._streams, np.arange(self.lanes)
+        streams = self._streams
         if self.key is None:
+            lane = np.arange(self.lanes)
             if streams.hi == streams.lo or not (self._in_order or kept is not None):
                 return {"oldest": -1, "begin": [], "head": []}
             slot, oldest = streams.lo % self.slots, self._noted - (streams.hi - streams.lo)
@@ -478,7 +479,9 @@ class EpisodeIndex:
             _, _, gone, head = heads_to_save(streams, slot * self.lanes + lane, lane).T
             begin = np.where(gone > 0, oldest - gone, -1)
             return {"oldest": oldest, "begin": begin, "head": head}
-        slots = self.element(self.bounds(lane)[0], lane) if kept is None else kept.numpy()
+        slots = streams.late_begins() if kept is None else kept.numpy()
+        if not len(slots):  # without the numbers of lanes, which cost O(lanes)
+            return {"oldest": -1, "begin": [], "head": [], "streams": []}
         row_id, lane = self._row_ids(slots), streams.place(slots)[1]
         order = np.lexsort((row_id, lane))
         first = order[np.flatnonzero(np.diff(lane[order], prepend=-1))]

@@ -351,6 +351,13 @@ class StreamEpisodes:
         self._core.oldest(records, counts, out)
         return out[0]
 
+    def late_begins(self) -> Array:
+        """Return the slots of the oldest rows of a pool's streams that are not resets.
+
+        The order is arbitrary. Cost: O(streams with such a row since the last call).
+        """
+        return np.array(self._core.late_begins(), np.int64)
+
     def drop_oldest(self, keys: list[Any], counts: Array, *, forget: bool = False) -> None:
         """Drop the oldest rows of distinct streams of a pool.
 

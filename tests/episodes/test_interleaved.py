@@ -227,6 +227,7 @@ def check_rows(buffer: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
     time_, lane = index.time_and_lane(slots.numpy())
     assert index.element(time_, lane).tolist() == slots.tolist()
     assert index.positions(time_, lane).tolist() == [row.position for row in model.rows]
+    assert index.state() == index.state(slots)  # the second one reads all rows
     assert lane.tolist() == [sorted(model.lanes).index(row.key) for row in model.rows]
     lo, hi = index.bounds(lane)
     first, last = index.streams(time_, lane)
