@@ -540,7 +540,7 @@ def _outdates(change: LoggedChange, paths: Collection[Path]) -> bool:
     """Return whether an index over columns has to read them again after a change."""
     if change.kind is ChangeKind.EDIT:
         return change.columns is None or not change.columns.isdisjoint(paths)
-    return change.kind in (ChangeKind.CUT, ChangeKind.MOVE)
+    return change.kind is ChangeKind.CUT
 
 
 def _warn_of_unused_flags(schema: Schema) -> None:

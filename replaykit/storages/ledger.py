@@ -195,8 +195,8 @@ class Ledger:
     def write_order(self) -> torch.Tensor:
         """Return the stored slots from the oldest row to the newest: int64 ``[length]``."""
         positions = self._positions
-        if positions is not None:
-            return torch.argsort(positions[: self.length])
+        if positions is not None:  # a stable sort takes little time if slots hold runs of rows
+            return torch.from_numpy(positions[: self.length].numpy().argsort(kind="stable"))
         return (arange(self.length) + (self.cursor - self.length)) % self.slots
 
     @property
