@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from replaykit._compat import arange
-from replaykit.declared import Count, encode_state, within
+from replaykit.declared import MOST, Count, encode_state, within
 from replaykit.episodes import EpisodeIndex, Found
 from replaykit.errors import NoEpisodeColumns, NotEnoughData
 from replaykit.keywords import whole_number
@@ -367,10 +367,31 @@ class _SequentialSlices(SliceSampler):
         cursor = self._cursor
         storage = self._known_storage()
         if cursor is not None and storage is not None:
-            cursor = _still_stored(cursor, storage)
+            with storage.lock:
+                cursor = self._still_stored(cursor, storage)
         element, include = (-1, False) if cursor is None else (cursor.element, cursor.include)
         place = _SequentialPlace(element, include, self._passes)
         return {**super().state_dict(), **encode_state(place)}
+
+    def _still_stored(self, cursor: _Cursor, storage: Storage) -> _Cursor | None:
+        """Return a cursor whose row is stored; None if no rows are stored.
+
+        If the given cursor's row is no longer stored, the result is at the next row in the order of
+        the draws. Cost: O(episodes) then.
+        """
+        if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
+            return cursor
+        if not len(storage) or not storage.ledger.oldest_first:
+            return None
+        index = self._slicing.boundaries.index(storage)
+        table = index.table()
+        age = _ages(index, storage, table.first, table.lane)
+        by_age = np.lexsort((table.lane, age))
+        lane = table.lane >= cursor.lane if index.in_ring else True
+        later = ((age > cursor.age) | ((age == cursor.age) & lane))[by_age]
+        at = by_age[later][:1] if later.any() else by_age[-1:]
+        time = table.first[at] if later.any() else table.last[at]
+        return _Cursor(int(index.element(time, table.lane[at])[0]), bool(later.any()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -400,27 +421,16 @@ def _mark(storage: Storage, element: int) -> int:
     return int(storage.ledger.positions(slot))
 
 
-def _still_stored(cursor: _Cursor, storage: Storage) -> _Cursor | None:
-    """Return a cursor whose row is stored; None if no rows are stored.
-
-    If the given cursor's row is no longer stored, the result is a cursor at the oldest row of its
-    lane.
-    """
-    if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
-        return cursor
-    order = storage.ledger.write_order()
-    if not len(order):
-        return None
-    lanes = storage.lanes.numel()
-    return _Cursor(int(order[0]) * lanes + cursor.element % lanes, True)
-
-
 @dataclass(frozen=True)
 class _NextEpisode:
-    """The element of the last row of the next episode; -1 for the oldest episode."""
+    """The element of the last row of the next episode; -1 for the oldest episode.
+
+    With ``after``, the next episode is the one that comes after that row's episode.
+    """
 
     element: Annotated[int, within(-1)]
     pass_index: Count
+    after: bool = False
 
 
 class _RoundRobinSlices(SliceSampler):
@@ -441,7 +451,9 @@ class _RoundRobinSlices(SliceSampler):
         super().__init__(**kwargs)
         self._passes = 0
         self._last = -1  # id of the last episode drawn
-        self._loaded = -1  # element of a row of the next episode, if ``_last`` is not known yet
+        # Element of a row of the next episode, or of the episode before it, if ``_last`` is not
+        # known yet.
+        self._loaded, self._after = -1, False
         self._resets = 0
         self._order: tuple[Anchors, Array, Array] | None = None
         self._home: weakref.ref[Storage] | None = None
@@ -479,7 +491,8 @@ class _RoundRobinSlices(SliceSampler):
         """Find the id of the episode at which a loaded sampler continues."""
         if self._loaded >= 0:
             time, lane = episodes.time_and_lane(np.array([self._loaded]))
-            self._last, self._loaded = int(episodes.ids(time, lane)[0]) - 1, -1
+            self._last = int(episodes.ids(time, lane)[0]) - (not self._after)
+            self._loaded, self._after = -1, False
 
     # -- notifications ------------------------------------------------------------------------
 
@@ -495,17 +508,18 @@ class _RoundRobinSlices(SliceSampler):
 
     def empty(self) -> None:
         super().empty()
-        self._last, self._loaded = -1, -1
+        self._last, self._loaded, self._after = -1, -1, False
         self._resets += 1
 
     def mark(self, storage: Storage) -> Any:
-        return super().mark(storage), self._last, self._loaded, self._passes, self._resets
+        known = self._last, self._loaded, self._after, self._passes
+        return super().mark(storage), known, self._resets
 
     def rollback(self, token: Any, storage: Storage) -> None:
-        counted, last, loaded, passes, resets = token
+        counted, known, resets = token
         super().rollback(counted, storage)
         if resets == self._resets:
-            self._last, self._loaded, self._passes = last, loaded, passes
+            self._last, self._loaded, self._after, self._passes = known
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         lanes = storage.lanes.numel()
@@ -521,22 +535,24 @@ class _RoundRobinSlices(SliceSampler):
         storage: Any = None if self._home is None else self._home()
         if storage is None and self.owner is not None:
             storage = self.owner.storage
-        element = self._loaded
+        element, after = self._loaded, self._after
         if element < 0 and storage is not None and storage.initialized and len(storage):
             with storage.lock:
                 data = storage.indexes.data()
-                later = np.flatnonzero(data.id > self._last)
-                if self._last >= 0 and len(later):
-                    first = later[data.id[later].argmin()]
+                if self._last >= 0 and len(data):
+                    later = np.where(data.id > self._last, data.id, MOST)
+                    after = bool((later == MOST).all())
+                    first = int(data.id.argmax() if after else later.argmin())
                     at = slice(first, first + 1)
                     element = int(storage.episodes.element(data.last[at], data.lane[at])[0])
-        place = _NextEpisode(element, self._passes)
+        place = _NextEpisode(element, self._passes, after)
         return {**super().state_dict(), **encode_state(place)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         saved = self._declared_state(state_dict)
-        self._last, self._loaded, self._passes = -1, saved.element, saved.pass_index
+        self._last, self._loaded, self._after = -1, saved.element, saved.after
+        self._passes = saved.pass_index
         self._resets += 1
 
     def __getstate__(self) -> dict[str, Any]:

@@ -201,6 +201,15 @@ def test_round_robin_visits_each_episode_once_a_pass(offset: str, tmp_path: Path
     assert rb.sampler.pass_index == other.sampler.pass_index
 
 
+def test_a_saved_round_that_ended_goes_on_with_new_episodes() -> None:
+    rb, other = (make([3, 3], 40, batch=6, draw="round_robin") for _ in range(2))
+    assert starts(rb) == [0, 100]
+    other.load_state_dict(rb.state_dict())
+    for buffer in (rb, other):
+        write(buffer, {2: 3, 3: 3})
+        assert starts(buffer) == [200, 300]
+
+
 PASSES: dict[str, dict[str, Any]] = {
     "shuffled": {"replacement": False},
     "in order": {"replacement": False, "shuffle": False},

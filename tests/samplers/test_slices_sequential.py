@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler, StackFrames
+from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer, SliceSampler, StackFrames
 
 Make = Callable[..., ReplayBuffer]
 
@@ -136,6 +136,26 @@ def test_a_place_in_a_lane_that_was_loaded_and_overwritten(rows: Callable[..., A
     for buffer in (rb, other):
         buffer.extend(torch.stack([rows([2], start=6), rows([2], start=106)]))
         assert firsts(buffer, 4) == [102, 104, 6, 106]
+
+
+def test_a_place_that_was_lost_before_a_save(rows: Callable[..., Any]) -> None:
+    def make() -> ReplayBuffer:
+        sampler = SliceSampler(slice_len=2, draw="sequential")
+        storage = LazyTensorStorage(8, lane_key="env")
+        return ReplayBuffer(storage=storage, writer=LaneWriter(4), sampler=sampler, batch_size=2)
+
+    def write(env: int, first: int, last: int) -> None:
+        t = torch.arange(first, last)
+        rows = {"env": torch.full_like(t, env), "t": t, "next": {"done": t < 0}}
+        rb.extend(TensorDict(rows, [len(t)]))
+
+    rb, other = make(), make()
+    write(0, 0, 4)
+    write(1, 100, 104)
+    assert [int(rb.sample()["t"][0]) for _ in range(3)] == [0, 2, 100]
+    write(1, 104, 106)  # over the rows of the last window
+    other.load_state_dict(rb.state_dict())
+    assert rb.sample()["t"].tolist() == other.sample()["t"].tolist() == [102, 103]
 
 
 @pytest.mark.parametrize(
