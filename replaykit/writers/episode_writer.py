@@ -175,10 +175,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _EpisodeWriterState(WriterState):
-    """The state of the writer, with the stream of each row."""
+    """The state of the writer, with the stream of each row.
+
+    ``protected`` are the streams with the bool tag that protects them; None in older states.
+    """
 
     lanes: Annotated[Any, vector(torch.int64)]
     evicted: Count
+    protected: list[Count] | None = None
 
     def __post_init__(self) -> None:
         if len(self.lanes) != self.ledger.length:
@@ -210,7 +214,8 @@ class EpisodeWriter(Writer):
             ``"replace"``: the new episode replaces the stored one.
         protect: the episodes that are never removed: the name of a bool tag, or a function of an
             ``EpisodeData`` that returns bool ``[J]``. ``rb.tag`` sets tags at any time. Only
-            ``rb.empty(protected=True)`` and calls that name their rows remove such episodes.
+            ``rb.empty(protected=True)`` and calls that name their rows remove such episodes. A load
+            into less capacity keeps those with a tag, and otherwise the newest episodes.
         track_generations: whether samples carry ``index_generation``; see RoundRobinWriter.
 
     Attributes:
@@ -573,13 +578,23 @@ class EpisodeWriter(Writer):
     # -- state --------------------------------------------------------------------------------
 
     def survivors(self, capacity: int, state: dict[str, Any]) -> torch.Tensor:
-        """Return the slots of the rows of the newest episodes that fit, oldest row first."""
+        """Return the slots of the rows to keep: of protected episodes, then of the newest ones.
+
+        Raises BufferFull if the protected episodes do not fit.
+        """
         order = ledger_of(state).write_order()
         lanes = streams_of(state)[order].numpy()
         counts, newest = np.bincount(lanes), np.zeros(int(lanes.max(initial=-1)) + 1, np.int64)
         np.maximum.at(newest, lanes, np.arange(len(lanes)))
+        given = None if self.protect is None else state.get("_protected")
+        held = np.intersect1d(np.array(given or [], np.int64), lanes)
+        newest[held] += len(lanes)
         by_age = np.argsort(-newest, kind="stable")
         fits = np.cumsum(counts[by_age]) <= capacity
+        if not fits[: len(held)].all():
+            raise BufferFull(
+                f"expected protected episodes of at most {capacity} rows, got {counts[held].sum()}"
+            )
         kept = np.zeros(len(counts), bool)
         kept[by_age[fits]] = True
         return order[torch.from_numpy(kept[lanes])]
@@ -589,7 +604,10 @@ class EpisodeWriter(Writer):
         storage = self._columns
         with storage.lock:
             lanes = torch.from_numpy(stream_numbers(storage))
-            return {**super().state_dict(), "_lanes": lanes, "_evicted": self.evicted}
+            named = isinstance(self.protect, str) and len(lanes)
+            held = self.protected().nonzero()[0].tolist() if named else []
+            more = {"_lanes": lanes, "_evicted": self.evicted, "_protected": held}
+            return {**super().state_dict(), **more}
 
     def restore(self, state_dict: dict[str, Any], rows: torch.Tensor | None) -> None:
         super().restore(state_dict, rows)

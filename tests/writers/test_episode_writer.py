@@ -270,6 +270,21 @@ def test_a_smaller_buffer_takes_the_newest_whole_episodes(tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match="11 rows do not fit"):
         small.loads(tmp_path)
     assert stored(small) == {2: 3, 3: 4}
+    held = make(20, protect="demo")
+    for key, n in enumerate((5, 6, 3, 4)):
+        held.extend(rows_of(key, n), tags={"demo": key == 0})
+    held.dumps(tmp_path)
+    small = make(9, protect="demo")
+    with pytest.warns(UserWarning, match="9 rows do not fit"):
+        small.loads(tmp_path)
+    assert stored(small) == {0: 5, 3: 4}
+    before = small[:].clone()
+    held.tag(held.extend(rows_of(4, 2)), {"demo": True})
+    held.tag(torch.tensor([5]), {"demo": True})
+    held.dumps(tmp_path)
+    with pytest.raises(BufferFull, match="at most 9 rows, got 13"):
+        small.loads(tmp_path)
+    assert (small[:] == before).all()
 
 
 @pytest.mark.parametrize(
