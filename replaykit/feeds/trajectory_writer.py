@@ -33,7 +33,7 @@ from replaykit.keywords import checked_keywords, named_after
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.structure import Path as Key
 from replaykit.ted import EPISODE_KEYS, end_flags, format_key, unravel
-from replaykit.transforms.frames import PREVIOUS, VALID
+from replaykit.transforms.frames import PREVIOUS, STEPS, VALID
 
 Flush = Literal["done", "call"]
 
@@ -82,7 +82,8 @@ class TrajectoryWriter:
         previous: keys whose values of the row before are stored with every row, under
             ``("previous", key)``. So they are known at the first row of a chunk, even if a reader
             lacks the chunk before. ``("previous", "valid")`` is False for the first row of an
-            episode. ``PreviousStep(keys, stored=True)`` reads them.
+            episode, and ``("previous", "steps")`` counts its earlier rows. The transforms
+            ``PreviousStep(keys, stored=True)`` and ``StepCount(stored=True)`` read them.
         generator: the source of the drawn limits. Default: torch's global generator.
 
     Raises:
@@ -143,6 +144,8 @@ class TrajectoryWriter:
         if not isinstance(previous, (list, tuple)):
             raise TypeError(f"previous: expected a list of keys, got {previous!r}")
         self._previous = [unravel(key) for key in previous]
+        if {VALID[1:], STEPS[1:]} & set(self._previous):
+            raise ValueError(f"previous: 'valid' and 'steps' are reserved, got {previous}")
         self._finished: deque[_Finished] = deque()
         self._written = 0
         self._closed = False
@@ -308,6 +311,7 @@ class TrajectoryWriter:
             data.set((PREVIOUS, *key), torch.zeros_like(value))
         shape = (*data.batch_size, 1)
         data.set(VALID, torch.zeros(shape, dtype=torch.bool))
+        data.set(STEPS, torch.zeros(shape, dtype=torch.int64))
         return data
 
     def _fill_previous(self, leaves: dict[Key, torch.Tensor], codes: Any, begins: Any) -> None:
@@ -317,6 +321,10 @@ class TrajectoryWriter:
         first[0] |= [lane.head == "reset" and not lane.rows for lane in self._lanes]
         valid = torch.from_numpy(~first)
         leaves[VALID] = valid.view(leaves[VALID].shape)
+        at, known = np.arange(len(first))[:, None], [lane.step + lane.rows for lane in self._lanes]
+        begin = np.maximum.accumulate(np.where(first, at, -1))
+        steps = np.where(begin < 0, at + known, at - begin)
+        leaves[STEPS] = torch.from_numpy(steps).view(leaves[STEPS].shape)
         for key in self._previous:
             own, column = leaves[key], (PREVIOUS, *key)
             before = torch.cat([self._last.get(column, own[:1]), own[:-1]])

@@ -353,6 +353,8 @@ PREVIOUS = "previous"
 """Key of stored values of the row before."""
 VALID: Path = (PREVIOUS, "valid")
 """Key of the flag that the row before is of the same episode."""
+STEPS: Path = (PREVIOUS, "steps")
+"""Key of the number of earlier rows of the episode."""
 
 
 class PreviousStep(HistoryTransform):
@@ -544,9 +546,12 @@ class StepCount(HistoryTransform):
 
     Args:
         key: key of the count.
+        stored: use the counts that a TrajectoryWriter with ``previous=`` writes. They include rows
+            of the episode that the buffer never received.
 
     Raises:
         TypeError: ``key`` is not a key.
+        KeyError: on read, with ``stored``, the rows have no counts.
 
     Cost: O(B), without reading rows.
 
@@ -562,16 +567,19 @@ class StepCount(HistoryTransform):
 
     uses_random = False
 
-    def __init__(self, key: Any = "step_count") -> None:
-        self.key = unravel(key)
+    def __init__(self, key: Any = "step_count", stored: bool = False) -> None:
+        self.key, self.stored = unravel(key), bool(stored)
         self.changes = frozenset({self.key})
 
     def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
         """Add the count."""
-        steps = around.time - around.begin
         leaf = next(iter(data.values(True, True)))
         real = real_of(around.mask, data)
-        count = as_tensor_like(steps[:, None], leaf)
+        count = as_tensor_like((around.time - around.begin)[:, None], leaf)
+        if self.stored:
+            if (found := lookup(data, STEPS)) is None:
+                raise KeyError(f"stored=True expected the column {format_key(STEPS)}")
+            count = found.reshape(count.shape)
         if real is not None:
             count = count.masked_fill(~real[:, None], 0)
         set_all(data, {self.key: count})

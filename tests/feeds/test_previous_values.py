@@ -11,10 +11,12 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    Compose,
     LazyTensorStorage,
     PreviousStep,
     ReplayBuffer,
     SliceSampler,
+    StepCount,
     TrajectoryFolder,
     TrajectoryWriter,
 )
@@ -57,7 +59,7 @@ def test_previous_values_are_right_where_chunks_are_missing(
         if rng.random() < 0.4:
             (tmp_path / "fifo" / name).unlink()
     storage = LazyTensorStorage(100, lane_key="lane")
-    transform = PreviousStep(KEYS, init=init, stored=True)
+    transform = Compose(PreviousStep(KEYS, init=init, stored=True), StepCount(stored=True))
     rb = ReplayBuffer(
         storage=storage, transform=transform, sampler=SliceSampler(slice_len=2), batch_size=4000
     )
@@ -67,6 +69,7 @@ def test_previous_values_are_right_where_chunks_are_missing(
         assert found["previous_step"].tolist() == action
         assert found["previous_reward"].flatten().tolist() == reward
         assert (found["next", "previous_step"] == found["step"]).all()
+        assert (found["step_count"].flatten() == found["step"] % 9).all()
     drawn = set(zip(found["stream"].tolist(), found["step"].tolist(), strict=True))
     pairs = {
         (int(e.rows()["stream"][0]), step)
@@ -88,6 +91,7 @@ def test_cuts_and_ids_begin_without_previous_values(tmp_path: Path) -> None:
     TrajectoryFolder(tmp_path, rb).refresh()
     assert rb[:]["previous", "x"].tolist() == [0, 1, 2, 3, 0, 5, 6]
     assert rb[:]["previous", "valid"].flatten().tolist() == [False, *[True] * 3, False, True, True]
+    assert rb[:]["previous", "steps"].flatten().tolist() == [0, 1, 2, 3, 0, 1, 2]
     with TrajectoryWriter(tmp_path / "ids", previous=["x"]) as writer:
         writer.extend(TensorDict({"x": torch.arange(5, 8), "episode": episode}, [3]))
     rb = ReplayBuffer(storage=LazyTensorStorage(20))
@@ -96,8 +100,10 @@ def test_cuts_and_ids_begin_without_previous_values(tmp_path: Path) -> None:
 
 
 def test_wrong_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="previous: expected a list of keys, got 'x'"):
+    with pytest.raises(TypeError, match="previous as a list of keys, got str 'x'"):
         TrajectoryWriter(tmp_path, previous="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'valid' and 'steps' are reserved"):
+        TrajectoryWriter(tmp_path, previous=["y", "steps"])
     writer = TrajectoryWriter(tmp_path, previous=["y"])
     with pytest.raises(KeyError, match="previous: expected rows with the key 'y'"):
         writer.extend(TensorDict({"x": torch.arange(2)}, [2]))
@@ -109,4 +115,8 @@ def test_wrong_keys_are_named(tmp_path: Path) -> None:
     )
     rb.extend(TensorDict({"x": torch.arange(2)}, [2]))
     with pytest.raises(KeyError, match="stored=True expected the column of 'x'"):
+        rb.sample()
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=StepCount(stored=True), batch_size=1)
+    rb.extend(TensorDict({"x": torch.arange(2)}, [2]))
+    with pytest.raises(KeyError, match="stored=True expected the column"):
         rb.sample()
