@@ -33,6 +33,7 @@ def run(assembler: EpisodeAssembler, identity: Any, length: int, end: str = "ter
         assembler.observe({identity: step(number, 10.0 * number, **last)})
 
 
+@pytest.mark.acceptance("S33", "C15")
 def test_rewards_belong_to_the_actions_before_them() -> None:
     rb = buffer()
     run(EpisodeAssembler(rb), "a", 2, "truncated")
@@ -99,6 +100,7 @@ def test_interleaved_identities_become_their_own_episodes(visible: str, form: st
         assert len(rb) == sum(len(one) - 1 for one in (*finished, *model.values()))
 
 
+@pytest.mark.acceptance("S33")
 @pytest.mark.parametrize("given", [3, None])
 def test_short_episodes_are_dropped_and_counted(given: int | None) -> None:
     sampler = SliceSampler(slice_len=3)
@@ -122,6 +124,7 @@ def test_an_end_of_an_unknown_identity_is_ignored_with_one_warning() -> None:
     assert (assembler.unknown, len(assembler)) == (2, 1)
 
 
+@pytest.mark.acceptance("S33", "F58")
 @pytest.mark.parametrize(
     ("events", "words"),
     [

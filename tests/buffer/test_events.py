@@ -194,6 +194,7 @@ def test_invalid_functions_are_refused() -> None:
 # -- metrics --------------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance("S35", "C20")
 def test_reports_add_up_and_keep_a_window() -> None:
     metrics = Metrics(window=3)
     metrics.report({"one": 1}, {"three": [3, 3], "histogram:ones": [1] * 5})
@@ -219,6 +220,7 @@ def test_reports_add_up_and_keep_a_window() -> None:
     assert metrics.state_dict() == before
 
 
+@pytest.mark.acceptance("S35", "F62")
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_metrics_of_a_buffer_survive_its_checkpoint(dictionary: bool, tmp_path: Path) -> None:
     logged: list[Any] = []
@@ -269,6 +271,7 @@ def test_invalid_metrics_are_refused(arguments: dict[str, int]) -> None:
 # -- periodic saves -------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance("S36", "C21", "F60")
 def test_saves_wait_for_rows_and_seconds(tmp_path: Path, monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -333,6 +336,7 @@ def test_invalid_periods_are_refused(arguments: dict[str, Any], tmp_path: Path) 
 # -- waiting --------------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance("S36")
 def test_a_wait_ends_with_the_first_rows_a_timeout_or_a_stop() -> None:
     def empty() -> ReplayBuffer:
         return ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)

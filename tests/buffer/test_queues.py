@@ -88,6 +88,7 @@ def rows(lanes: list[int], t: int, count: int = 1) -> TensorDict:
     return TensorDict({"env": env, "x": x, "next": {"x": x + 1, "done": done}}, [len(env)])
 
 
+@pytest.mark.acceptance("S3", "C17")
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs_match_queues(kind: str, tmp_path: Path) -> None:
     rng, rb = np.random.default_rng(len(kind)), make(kind, tmp_path / "rows")
@@ -146,6 +147,7 @@ def test_random_programs_match_queues(kind: str, tmp_path: Path) -> None:
         assert rb.drain()["x"].tolist() == [list(model[lane]) for lane in all_lanes]
 
 
+@pytest.mark.acceptance("S4", "F11")
 def test_waits_end_with_room_with_an_empty_buffer_and_with_close() -> None:
     rb = make("ring")
     rb.extend(rows([0], 0, 12))
@@ -232,6 +234,7 @@ def test_streams_without_rows_left_are_left_out(writer: Any) -> None:
     assert rb.drain(aligned=True)["x"].tolist() == [[1]]
 
 
+@pytest.mark.acceptance("C1")
 def test_a_named_stream_without_rows_is_empty_and_an_unknown_one_an_error() -> None:
     rb, grid = make("streams", lanes=range(3)), make("grid")
     rb.extend(rows([0], 0, 2))
@@ -267,6 +270,7 @@ def _take(rb: ReplayBuffer, file: str) -> None:
         out.write(np.array([-1, -1], np.int64).tobytes())  # closed
 
 
+@pytest.mark.acceptance("S4")
 @needs_fork
 @pytest.mark.parametrize("kind", ["shared ring", "shared streams"])
 def test_one_process_puts_and_another_takes(

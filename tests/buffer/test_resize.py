@@ -74,6 +74,7 @@ def _lengths(times: list[int]) -> list[int]:
     return [b - a for a, b in pairwise(cuts) if b > a]
 
 
+@pytest.mark.acceptance("C10", "F61")
 @pytest.mark.parametrize(("prioritized", "seed"), [(0, 0), (0, 1), (1, 2), (1, 3)])
 @pytest.mark.parametrize("kind", _MAKE)
 def test_random_programs_match_a_list(

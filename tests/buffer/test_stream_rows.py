@@ -113,6 +113,7 @@ def test_a_call_waits_for_rows_and_ends_when_the_buffer_closes() -> None:
     assert rb.take(1)["t"].tolist() == [[9]]
 
 
+@pytest.mark.acceptance("S2", "C18")
 def test_all_rows_leave_at_once() -> None:
     rb = make(9, lanes=range(4))
     for first, last in ((1, 8), (9, 14)):
@@ -144,6 +145,7 @@ def test_all_rows_leave_at_once() -> None:
     assert rows["position"].tolist() == [list(range(3, 9))] * 2
 
 
+@pytest.mark.acceptance("C18")
 @pytest.mark.parametrize(
     ("rows", "size", "sizes"), [(264, 32, [33] * 8), (10, 4, [5, 5]), (11, 4, [6, 5]), (3, 4, [3])]
 )

@@ -46,6 +46,7 @@ def ramped(**arguments: Any) -> ReplayBufferEnsemble:
     )
 
 
+@pytest.mark.acceptance("S21", "C44", "F37")
 @pytest.mark.parametrize("first", ["write", "epoch"])
 def test_a_member_that_is_ready_later_ramps_up(first: str) -> None:
     mixture = ramped()
@@ -77,6 +78,7 @@ def test_members_that_are_ready_from_the_start_ramp_only_from_a_given_weight(
         assert mixture.sampler.shares().tolist() == pytest.approx(shares)
 
 
+@pytest.mark.acceptance("S21")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_drawn_shares_follow_a_ramp(workers: int) -> None:
     mixture = ramped()
@@ -116,6 +118,7 @@ def test_a_member_below_its_minimum_is_not_drawn(minimum: Any, rows_below: int) 
     assert set(members_in([mixture.sample() for _ in range(9)])) == {0, 1}
 
 
+@pytest.mark.acceptance("C43", "C49", "F31")
 def test_an_error_names_the_missing_counts() -> None:
     mixture = make_ensemble([4, 5], p=[1, 0], ready=[(3, "episodes"), None], batch_size=2)
     refuses(NotReady, "member 0 has 1 of 3 episodes, member 1 has 5 of 1 rows", mixture.sample)
@@ -214,6 +217,7 @@ def test_a_batch_that_failed_keeps_its_number() -> None:
     assert set(members_in([choice.sample()])) == {1}
 
 
+@pytest.mark.acceptance("C46")
 def test_whole_batches_are_chosen_by_schedule() -> None:
     options = {"batch_size": 2, "generator": torch.Generator().manual_seed(0)}
     choice = ScheduledChoice(make_member(0), make_member(1), lambda step: step / 999, **options)
@@ -250,6 +254,7 @@ def joint(**arguments: Any) -> JointBatch:
     return JointBatch(members, **arguments)
 
 
+@pytest.mark.acceptance("S34", "C45", "F47")
 def test_a_joint_batch_has_a_batch_of_each_group() -> None:
     batches = joint(every={"b": 3})
     for step, batch in zip(range(5), batches, strict=False):

@@ -47,6 +47,7 @@ def starts(rb: ReplayBuffer, length: int = 3) -> list[int]:
     return rb.sample()["t"][::length].tolist()
 
 
+@pytest.mark.acceptance("S31", "C30")
 @pytest.mark.parametrize(
     ("alpha", "live", "least"),
     [
@@ -99,6 +100,7 @@ def test_the_law_follows_each_draw(kernel: str, monkeypatch: pytest.MonkeyPatch)
     assert chi_square_p([found[k] for k in law], [800 * p for p in law.values()]) > 1e-3
 
 
+@pytest.mark.acceptance("F48")
 @pytest.mark.parametrize("live", [True, False])
 def test_counts_are_saved_and_only_delivered_draws_count(live: bool, tmp_path: Path) -> None:
     measure = Coverage(1.0, live=live)
@@ -152,6 +154,7 @@ def test_the_most_sampled_episode_leaves_first() -> None:
             counts[int(rb.sample()["id"][0])] += 1
 
 
+@pytest.mark.acceptance("C8")
 def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
     rb = make([3, 9, 4], 20, where=lambda data: data["task"] == 2)
     refuses(KeyError, "task", rb.sample)
@@ -181,6 +184,7 @@ def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
         refuses(error, r"tag|name", rb.tag, index[[4, 15]], values)
 
 
+@pytest.mark.acceptance("C31")
 @pytest.mark.parametrize("offset", ["first", "random"])
 def test_round_robin_visits_each_episode_once_a_pass(offset: str, tmp_path: Path) -> None:
     rb = make([3, 9, 2, 4, 5], 40, batch=6, draw="round_robin", offset=offset)

@@ -52,6 +52,7 @@ def drawn(rb: ReplayBuffer, batches: int = 1500) -> dict[int, tuple[int, float]]
     return found
 
 
+@pytest.mark.acceptance("C29")
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement"])
 @pytest.mark.parametrize("norm", ["global", "batch"])

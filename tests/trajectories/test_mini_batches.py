@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, MiniBatches, ReplayBuffer
 
 
+@pytest.mark.acceptance("C18")
 def test_pieces_keep_lane_and_start() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2))
     for first, last in ((0, 7), (7, 19)):

@@ -47,6 +47,7 @@ def make(transform: Any = None, sampler: Any = None, batch: int | None = None) -
     return rb
 
 
+@pytest.mark.acceptance("C7")
 @pytest.mark.parametrize("n", [1, 2, 4, -1, -3])
 def test_values_of_other_rows_keep_to_the_episode(n: int) -> None:
     there = (n <= LEFT) if n > 0 else (-n <= STEP)
@@ -62,6 +63,7 @@ def test_values_of_other_rows_keep_to_the_episode(n: int) -> None:
     assert make(Shift("t", n, "clip"))[:][f"t{n:+d}"].equal(nearest)
 
 
+@pytest.mark.acceptance("S29", "F63")
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("slices", [0, 2])
 @pytest.mark.parametrize("prioritized", [False, True])

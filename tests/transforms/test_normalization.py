@@ -53,6 +53,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.acceptance("C35")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("update_on", ["write", "sample", "update"])
 def test_statistics_are_those_of_all_rows_with_their_weights(kind: str, update_on: str) -> None:

@@ -72,6 +72,7 @@ def valid_of(rb: ReplayBuffer) -> list[bool]:
     return rb.storage.get(slice(None))["return_valid"][order].flatten().tolist()
 
 
+@pytest.mark.acceptance("C13")
 @pytest.mark.parametrize("end", ["open", "cut", "truncated", "terminated"])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rows_up_to_a_boundary_have_returns_however_the_episode_ends(

@@ -68,6 +68,7 @@ def stored(rb: ReplayBuffer) -> dict[int, int]:
     return found
 
 
+@pytest.mark.acceptance("S25", "C4")
 def test_an_episode_leaves_before_the_next_one_is_written() -> None:
     rb, sizes = make(10), []
     for key, n in enumerate((4, 3, 3, 2, 9)):
@@ -101,6 +102,7 @@ def in_folder(kind: str, folder: Path) -> Any:
     return partial(KINDS[kind], **options)
 
 
+@pytest.mark.acceptance("C22")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs_match_lists(seed: int, kind: str, tmp_path: Path) -> None:
@@ -210,6 +212,7 @@ def test_episode_without_end_is_cut_and_long_one_keeps_its_last_piece() -> None:
     assert only.reason == EndReason.TERMINATED
 
 
+@pytest.mark.acceptance("F55")
 def test_the_probability_to_leave_is_in_proportion_to_the_length() -> None:
     lengths, gone = (1, 2, 3, 6), [0] * 4
     generator = torch.Generator().manual_seed(0)
@@ -238,6 +241,7 @@ def test_priorities_and_tags_order_removals() -> None:
     assert stored(rb).keys() == {0, 3}
 
 
+@pytest.mark.acceptance("C23")
 @pytest.mark.parametrize("by", ["tag", "predicate"])
 def test_protected_episodes_stay(by: str) -> None:
     rb = make(9, protect="demo" if by == "tag" else lambda data: data.length == 4)
@@ -303,6 +307,7 @@ def test_wrong_arguments_are_refused(options: Any, error: type[Exception], text:
         EpisodeWriter(**options)
 
 
+@pytest.mark.acceptance("F50")
 def test_wrong_rows_and_storages_are_refused() -> None:
     once = LazyTensorStorage(9, lane_key="id", dedup_next=True)
     for storage, shared in ((LazyTensorStorage(9), False), (once, True)):
