@@ -313,8 +313,9 @@ class _Writer:
         of = self.source.episodes
         for start in range(0, self.rows, _FLAG_ROWS):
             stop = min(start + _FLAG_ROWS, self.rows)
-            rows = np.searchsorted(self._stops, np.arange(start, stop), "right")
             low, high = np.searchsorted(self._stops - 1, (start, stop))
+            counts = np.diff(np.minimum(self._stops[low : high + 1], stop), prepend=start)
+            positions = self.positions[low : high + 1]
             lasts = self._stops[low:high] - 1 - start
             done = np.zeros((stop - start, 1), bool)
             for name in ("terminated", "truncated"):
@@ -324,7 +325,7 @@ class _Writer:
                 done |= flag
             self.columns["next", "done"].write(start, done)
             for (name,), ids in zip(_IDS, (of.numbers, of.files), strict=True):
-                self.columns[name,].write(start, ids[self.positions][rows])
+                self.columns[name,].write(start, ids[positions].repeat(counts))
         for name in DEFAULT_DONE_KEYS:
             self.columns[name,].finish()
 

@@ -72,7 +72,9 @@ class LeRobotChecks:
             return
         lengths = of.lengths[self.positions]
         ends = lengths.cumsum()
-        self._rows = np.repeat(self.starts - (ends - lengths), lengths) + np.arange(ends[-1])
+        self._rows: Any = slice(self.starts[0], self.starts[0] + ends[-1])  # needs no copies
+        if not np.array_equal(self.starts - self.starts[0], ends - lengths):
+            self._rows = np.repeat(self.starts - (ends - lengths), lengths) + np.arange(ends[-1])
         self._at = np.repeat(np.arange(len(lengths)), lengths)
         self._frame = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         self._check_counters()
