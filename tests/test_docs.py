@@ -191,7 +191,7 @@ CODE = [*core_files(), *(path for paths in modules().values() for path in paths)
 BY_PATTERN = ("_version", "__", "bindings", "tree")
 FILES = [p.name for d in ("csrc", "docs", "replaykit", "tests") for p in (ROOT / d).rglob("*.*")]
 FILES += [path.name for path in ROOT.glob("*/*")] + [path.name for path in ROOT.glob("*.*")]
-WRITTEN = {"manifest.json", "meta.json", "sharing.json", "features.json"}
+WRITTEN = {"manifest.json", "meta.json", "sharing.json", "features.json", "groups.txt"}
 
 
 @pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md", *ROOM_PAGES])
