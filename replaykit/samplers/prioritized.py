@@ -544,8 +544,9 @@ class PrioritizedSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = {"_attached": None, "_chosen": None}
-        if multiprocessing.context.get_spawning_popen() is not None:
-            if not (self.owner is not None and self.owner.shared):
+        is_spawning = multiprocessing.context.get_spawning_popen() is not None
+        if is_spawning and (self.owner is not None or self._attached is not None):
+            if self.owner is None or not self.owner.shared:
                 raise RuntimeError(
                     f"a {type(self).__name__} cannot be handed to a spawned process: each process "
                     "would have separate priorities; make one there, or a buffer with shared=True"

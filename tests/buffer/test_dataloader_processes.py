@@ -115,6 +115,12 @@ def test_spawned_workers_refuse_priorities_of_one_process(tmp_path: Path) -> Non
     for child in multiprocessing.active_children():
         child.join(30)
     assert not multiprocessing.active_children()
+    # A sampler that no buffer uses has no priorities to lose: handles of shards hold one.
+    unused = PrioritizedSampler(alpha=1.0, beta=1.0)
+    child = multiprocessing.get_context("spawn").Process(target=repr, args=(unused,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize("kind", ["dedup", "empty"])

@@ -153,7 +153,11 @@ def test_forked_worker_raises_error_on_a_request(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("shards", [False, True])
 def test_workers_ask_the_actors(make: Any, shards: bool) -> None:
-    arguments = {"storage": lambda: LazyTensorStorage(40), "batch_size": 4}
+    arguments = {
+        "storage": lambda: LazyTensorStorage(40),
+        "sampler": lambda: PrioritizedSampler(alpha=1.0, beta=1.0),
+        "batch_size": 4,
+    }
     if shards:
         rb: Any = ShardedReplayBuffer(num_shards=1, remote_config={"num_cpus": 0}, **arguments)
     else:
