@@ -88,7 +88,8 @@ class Compose(Transform):
     """A chain of transforms: in order on read, in reverse order on write.
 
     Args:
-        transforms: callables, or objects with ``forward`` or ``inv``.
+        transforms: callables, or objects with ``forward`` or ``inv``. A ``Compose`` stands for its
+            transforms.
         order: treatment of a transform that is placed before a transform of an earlier ``stage``.
             The later transform reads stored values, so it would mix stored values with transformed
             values. "strict": raise an error. "auto": sort transforms by stage, and keep the order
@@ -132,8 +133,11 @@ class Compose(Transform):
         _check_transform(transform)
         if not -len(self) <= index <= len(self):
             raise IndexError(f"expected a position in [0, {len(self)}], got {index}")
+        added = [_Entry(transform, invert)]
+        if type(transform) is Compose:  # the chain knows only its direct entries as readers
+            added = [_Entry(one.transform, one.invert != invert) for one in transform.entries]
         entries = self.entries.copy()
-        entries.insert(index, _Entry(transform, invert))
+        entries[index:index] = reversed(added) if invert else added
         self._set_entries(_in_order(entries, self.order))
         if callable(getattr(transform, "eval", None)):
             transform.eval()

@@ -9,7 +9,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import Compose, LazyTensorStorage, NStep, ReplayBuffer, Transform
+from replaykit import (
+    Compose,
+    LazyTensorStorage,
+    NStep,
+    ReplayBuffer,
+    RewardScale,
+    RunningNorm,
+    Transform,
+    Windows,
+)
 from tests.support.refusals import refuses
 
 
@@ -88,6 +97,31 @@ def test_transform_needs_only_forward_or_inv() -> None:
 def test_chains_can_be_nested() -> None:
     inner = Compose(lambda x: x + 1, lambda x: x * 2)
     assert Compose(inner, lambda x: x - 3)(4) == 7
+    log: list[str] = []
+    chain = Compose(Compose(Says("a", log), Compose(Says("b", log))), Says("c", log))
+    chain.insert(-1, Compose(Says("y", log), Says("z", log)), invert=True)
+    chain(1)
+    assert log == ["a.forward", "b.forward", "z.inv", "y.inv", "c.forward"]
+    log.clear()
+    chain.inv(1)
+    assert log == ["c.inv", "y.forward", "z.forward", "b.inv", "a.inv"]
+
+
+def test_nested_transforms_read_other_rows_and_follow_writes() -> None:
+    def read(*chain: Any) -> TensorDict:
+        rb = ReplayBuffer(storage=LazyTensorStorage(8), transform=chain[0])
+        for one in chain[1:]:
+            rb.append_transform(one)
+        t = torch.arange(5.0)[:, None]
+        rb.extend(TensorDict({"x": t, "next": {"reward": t, "done": t == 4}}, [5]))
+        return rb[:]
+
+    def parts() -> tuple[Any, Any, Any]:
+        return RunningNorm(["x"]), Windows({"x": range(2)}), RewardScale(2.0)
+
+    flat, (norm, windows, scale) = read(Compose(*reversed(parts()[:2]), parts()[2])), parts()
+    assert (flat == read(windows, Compose(norm, Compose(scale)))).all()
+    assert (flat == read(Compose(Compose(parts()[1], parts()[0]), parts()[2]))).all()
 
 
 def test_a_row_that_is_swallowed_goes_no_further(snapshot: Any) -> None:
