@@ -90,7 +90,7 @@ class Episodes {
     std::int64_t first = 1;           // entry of the oldest ended episode with a stored row
     std::int64_t born = 0;            // differs if the record was used again
     std::uint8_t open_head = kReset, next_head;
-    bool late = false;                // whether `late_` has the lane
+    bool late = false;                // true if `late_` has the lane
     NumberedRing<> log;
     std::vector<std::int64_t> severed;  // times of rows that a cut separates from the next row
 
