@@ -47,7 +47,7 @@ from replaykit.storages.indexing import elements_of, unravel_index
 if TYPE_CHECKING:
     from replaykit.episodes import CountLaw, EpisodeIndex, Found
     from replaykit.samplers.episode_measures import Predicate
-    from replaykit.samplers.priority_table import PriorityTable
+    from replaykit.samplers.priority_table import Lost, PriorityTable
     from replaykit.samplers.slice_arguments import Boundaries
     from replaykit.storages import Storage
 
@@ -91,16 +91,24 @@ class EpisodePriorities(WeighedEpisodes):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_table": None}
 
-    def inherit(self, storage: Storage, slots: Array) -> None:
+    def inherit(self, storage: Storage, slots: Array, lost: Lost | None) -> None:
         """Let rows that were written continue the priority of their episode.
 
-        Cost: a few lookups for each row. The caller holds the lock.
+        ``lost`` has the priorities of the newest rows from before, if these are gone. Cost: a few
+        lookups for each row. The caller holds the lock.
         """
         if not len(slots):
             return
         try:
             index = self._boundaries.index(storage)
         except (KeyError, RuntimeError):  # rows without episodes, which no draw accepts
+            return
+        if lost is not None:
+            lane = np.arange(index.lanes)
+            lo, hi = index.bounds(lane)
+            time, (behind, raw) = np.full(len(lane), lo), lost
+            known = index.begins(time, lane) < hi - behind
+            self._set(index, raw[torch.from_numpy(known).to(raw.device)], time[known], lane[known])
             return
         element = elements_of(slots, storage.lanes.numel())
         time, lane = index.time_and_lane(element)
@@ -109,14 +117,14 @@ class EpisodePriorities(WeighedEpisodes):
         time, lane = time[later], lane[later]
         source = index.element(time - 1, lane)
         old = ~np.isin(source, element)
-        self._copy(index, source[old], time[old], lane[old])
+        raw = self._table.raw[torch.from_numpy(source[old]).to(self._table.device)]
+        self._set(index, raw, time[old], lane[old])
 
-    def _copy(self, index: EpisodeIndex, source: Array, time: Array, lane: Array) -> None:
-        if len(source):
-            target = index.element(index.spans(time, lane)[1], lane)
-            where, table = self._table.device, self._table
-            raw = table.raw[torch.from_numpy(source).to(where)]
-            table.set(torch.from_numpy(target).to(where), raw, table.length)
+    def _set(self, index: EpisodeIndex, raw: torch.Tensor, time: Array, lane: Array) -> None:
+        """Set the priorities ``[K]`` of the episodes of rows."""
+        if len(time):
+            target = torch.from_numpy(index.element(index.spans(time, lane)[1], lane))
+            self._table.set(target.to(raw.device), raw, self._table.length)
 
     def reduced(self, update: Update, storage: Storage) -> Update:
         """Return an update of the rows that hold the priorities of the episodes of rows.

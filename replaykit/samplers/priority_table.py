@@ -30,6 +30,9 @@ from replaykit.storages.memory import by_value, from_value
 
 Array = np.ndarray[Any, Any]
 
+Lost = tuple[int, torch.Tensor]
+"""The count of rows since a place in a log, and the priorities of the newest rows of then."""
+
 _NONE = np.zeros(0, np.int64)
 _FIRST = 1024
 _BLOCK = 1 << 16
@@ -51,8 +54,8 @@ class PriorityTable:
         most: the largest raw priority ever set, at least 1.
         log: the log of the rows whose priorities were set.
         column: the place in files where priorities are written, too; None without files.
-        inherit: a function of the storage and the slots that were written, which changes their
-            default priorities; None to keep them.
+        inherit: a function of the storage, the slots that were written, and the result of
+            ``_newest_at``; it changes the default priorities of these slots. None to keep them.
 
     Args:
         law: the law that turns ``p`` into ``v``.
@@ -83,7 +86,7 @@ class PriorityTable:
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
         self.column: PriorityColumn | None = None
-        self.inherit: Callable[[Storage, Array], None] | None = None
+        self.inherit: Callable[[Storage, Array, Lost | None], None] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -128,6 +131,7 @@ class PriorityTable:
         if storage is not None:
             self.limit = storage.max_size
             count, seen = len(storage) if count is None else count, self._seen
+            newest = None if self.inherit is None else self._newest_at(storage, seen)
             if self._seen is not None and self._seen[0] < storage.ledger.log.removed:
                 self._follow_removals(storage, self._seen[0])
             if count < self.length:
@@ -137,8 +141,22 @@ class PriorityTable:
             if count > self.length:
                 self.cover(count, self.default)
             if self.inherit is not None and seen is not None and seen != self._seen:
-                self.inherit(storage, storage.ledger.written_since(seen)[1])
+                self.inherit(storage, storage.ledger.written_since(seen)[1], newest)
         return self
+
+    def _newest_at(self, storage: Storage, seen: tuple[int, int] | None) -> Lost | None:
+        """Return the priorities ``[lanes]`` of the newest rows at a place in the log.
+
+        Return None unless these rows were in a ring and are gone now.
+        """
+        ledger, lanes = storage.ledger, storage.lanes.numel()
+        behind = 0 if seen is None else ledger.next_position - seen[1]
+        streams = getattr(storage, "lane_key", None) is not None
+        if behind < ledger.slots or streams or not ledger.in_order:
+            return None
+        first = (ledger.cursor - 1 - behind) % ledger.slots * lanes
+        raw = self.raw[first : first + lanes].clone()
+        return (behind, raw) if len(raw) == lanes else None
 
     def _begin(self) -> None:
         """Allocate memory at the first use, and again in a forked process.

@@ -229,6 +229,9 @@ class ColumnStorage(ColumnReads):
         ``False`` replaces stored rows, and keeps length, cursor, row ids and generations. If
         nothing is stored, ``False`` also writes new rows, but keeps the cursor.
 
+        Rows follow one another in slot order. If a row was not written right after the row in the
+        slot before it, episodes end between them, in all streams of a ``lane_key``.
+
         Raises:
             IndexError: a slot outside ``[0, max_size)``, or beyond the stored rows with
                 ``set_cursor=False``.

@@ -128,6 +128,8 @@ class Model:
             self.rb.extend(self._steps(-1, self.random.randrange(1, 8), True))
             return
         count, end = self.random.randrange(1, 7), self.random.random() < 0.5
+        if self.kind in ("ring", "lanes") and self.random.random() < 0.1:
+            count = self.random.randrange(28, 70)  # all rows from before are overwritten
         lanes = range(1 if self.kind == "ring" else 2)
         parts = [self._steps(lane, count, end) for lane in lanes]
         for part in [torch.stack(parts)] if self.kind == "lanes" else parts:
