@@ -23,7 +23,7 @@ from replaykit.filesystem import (
     sync_tree,
 )
 from replaykit.interrupts import check, deferred, sealed
-from replaykit.recovery.locks import Exclusive, is_held
+from replaykit.recovery.locks import Exclusive
 
 _EXPORT: Final = "export"
 
@@ -116,13 +116,14 @@ def _prepare(target: Path) -> None:
     make_directory(target.parent)
     running = False
     for other in siblings(target, _EXPORT):
-        with suppress(OSError):  # an export that was killed before it had its lock
-            other.rmdir()
         with suppress(OSError):  # that export has just ended
-            if (other / "lock").exists() and is_held(other / "lock"):
+            try:
+                lock = Exclusive(other / "lock")
+            except BlockingIOError:
                 running = True
             else:
                 remove_tree(other)
+                lock.drop()
     if not running:
         restore(target)
 
@@ -135,8 +136,10 @@ def _locked_folder(target: Path) -> Iterator[Path]:
     try:
         while lock is None:
             folder.mkdir()
-            with suppress(FileNotFoundError):  # another export has removed the empty folder
+            try:
                 lock = Exclusive(folder / "lock")
+            except (FileNotFoundError, BlockingIOError):  # another export is removing the folder
+                folder = private_path(target, _EXPORT)
         yield folder
     finally:
         if lock is not None:

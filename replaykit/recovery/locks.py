@@ -98,16 +98,24 @@ class Exclusive(OpenFile):
     """
 
     def __init__(self, path: Path) -> None:
+        while not self._lock(path):  # another process removed the file before it was locked
+            self.drop()
+        drop_in_children(self)
+
+    def _lock(self, path: Path) -> bool:
+        """Lock the file, and return whether the path still names it."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             if not _taken(self._fd):
                 gc.collect()  # an unreferenced owner of the lock may not have been collected yet
                 if not _taken(self._fd):
                     raise BlockingIOError(f"{path} is locked by another holder")
+            return os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except FileNotFoundError:
+            return False
         except BaseException:
-            os.close(self.__dict__.pop("_fd"))
+            self.drop()
             raise
-        drop_in_children(self)
 
 
 def drop_in_children(held: OpenFile) -> None:

@@ -27,6 +27,7 @@ from replaykit.adapters import (
 )
 from replaykit.datasets import convert
 from replaykit.datasets.families import MINARI
+from replaykit.recovery import locks
 from tests.effort import cases
 from tests.limits import limited
 from tests.prepared import python
@@ -268,6 +269,27 @@ def test_drafts_of_running_exports_are_left_alone(tmp_path):
     assert draft.path.parent.is_dir()
     with pytest.raises(FileExistsError):
         running.__exit__(None, None, None)
+    assert os.listdir(tmp_path) == ["a.hdf5"]
+
+
+@linux
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_draft_may_be_removed_between_its_creation_and_its_lock(ends, tmp_path, monkeypatch):
+    """Another export has removed the draft, or is still removing it and has the lock."""
+    target = tmp_path / "a.hdf5"
+    other: list[Any] = []
+
+    def late(fd: int, inner: Any = locks._taken) -> bool:
+        if not other:
+            other.append(None)
+            (draft,) = tmp_path.glob(".*")
+            other[0] = to_robomimic(rows(3), target) if ends else locks.Exclusive(draft / "lock")
+        return bool(inner(fd))
+
+    monkeypatch.setattr(locks, "_taken", late)
+    to_robomimic(rows(1), target, overwrite=True)
+    other[0] = None
+    to_robomimic(rows(1), target, overwrite=True)
     assert os.listdir(tmp_path) == ["a.hdf5"]
 
 
