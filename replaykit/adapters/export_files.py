@@ -195,7 +195,8 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
 
     If a write fails, as on a full disk, HDF5 later ends the process with a segmentation fault. So
     it gets a file whose writes never fail. Signals wait for the function, also repeated ones. A
-    handler that raises during a write would make it fail, too.
+    handler that raises during a write would make it fail, too. HDF5 may read again what was not
+    written, and raise an error about damage. The error of the write replaces that error.
     """
     import h5py
 
@@ -206,6 +207,11 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
             if output.error is not None:
                 raise output.error
 
-        with h5py.File(output, "w", track_order=True) as file:
-            yield file, check_writes
+        try:
+            with h5py.File(output, "w", track_order=True) as file:
+                yield file, check_writes
+        except Exception as error:
+            if output.error is not None and error is not output.error:
+                raise output.error from error
+            raise
         check_writes()

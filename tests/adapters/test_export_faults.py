@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -171,13 +172,23 @@ def test_faults_at_any_event_leave_the_old_or_the_new_export(form, tmp_path):
 
 @linux
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_write_that_fails_is_an_error_with_the_target(form, overwrite, tmp_path):
-    """HDF5 would end the process after such a write."""
+def test_a_write_that_fails_is_an_error_with_the_target(form, overwrite, tmp_path, monkeypatch):
+    """HDF5 would end the process after such a write, or not find what it had written."""
+
+    class SmallCache(h5py.File):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            config = self.id.get_mdc_config()
+            config.set_initial_size, config.initial_size = True, 1024
+            config.min_size = config.max_size = 1024
+            self.id.set_mdc_config(config)
+
     target, export = form
     if overwrite:
         export(rows(1))
     before = sorted(tmp_path.rglob("*"))
     large = rows(3, length=3_000)
+    monkeypatch.setattr(h5py, "File", SmallCache)
     for limit in (0, 100, 5_000, 60_000):
         with (
             limited(resource.RLIMIT_FSIZE, limit),
