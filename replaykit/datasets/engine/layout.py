@@ -107,7 +107,7 @@ def read_sidecar(location: Location, name: str) -> Sidecar | None:
         return _read(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise location.error(
             f"{path}, which describes it, cannot be read ({error})", "V04"
         ) from error
@@ -432,8 +432,8 @@ class Layout:
         """
         return ()
 
-    def totals(self, location: Location) -> dict[str, int]:
-        """Return the recorded counts of ``episodes`` and ``records`` of a file."""
+    def totals(self, location: Location) -> dict[str, Any]:
+        """Return the recorded counts of ``episodes`` and ``records`` of a file, unchecked."""
         return {}
 
     def flags(

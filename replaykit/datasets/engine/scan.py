@@ -292,8 +292,8 @@ class _Scan:
         for name, count in said.items():
             if count != seen[name]:
                 text = (
-                    f"the file has {seen[name]} {name}, but its description says {count}: it was "
-                    "cut short, or changed after it was described"
+                    f"the file has {seen[name]} {name}, but its description says {count!r:.40}: it "
+                    "was cut short, or changed after it was described"
                 )
                 if self.policies.on_invalid == "error":
                     raise location.error(text, "V15")

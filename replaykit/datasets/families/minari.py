@@ -140,17 +140,13 @@ class MinariLayout(Layout):
     def described_by(self, path: Path) -> tuple[Path, ...]:
         return (path.with_name(METADATA),)
 
-    def totals(self, location: Location) -> dict[str, int]:
+    def totals(self, location: Location) -> dict[str, Any]:
         """Return the counts in the metadata.
 
         After an interrupted write, the file has fewer episodes or records than these counts.
         """
         said = _metadata(location).content
         known = {"episodes": said.get("total_episodes"), "records": said.get("total_steps")}
-        for name, count in known.items():
-            if count is not None and not isinstance(count, int):
-                text = f"{METADATA} gives {count!r:.40} {name}, expected a number"
-                raise location.error(text, "V15")
         return {name: count for name, count in known.items() if count is not None}
 
     def facts(
@@ -343,7 +339,7 @@ MINARI_ARROW: Final = MinariArrowLayout()
 def _format_of(path: Path) -> Any:
     try:
         said = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return said.get("data_format") if isinstance(said, dict) else None
 
@@ -372,7 +368,10 @@ class _MinariTable:
     def __init__(self, sources: Sources, judge: Judge) -> None:
         self._judge = judge
         names = {file.name: file.path for file in sources.files}
-        found = [name for name in names if _format_of(names[name]) in _FORMATS]
+        found = [
+            name for name, path in names.items()
+            if path.name == METADATA and _format_of(path) in _FORMATS
+        ]  # fmt: skip
         if len(found) != 1:
             first = sources.files[0]
             what = f"{len(found)} files named {METADATA} describe data sets of Minari as Arrow or"
@@ -390,7 +389,10 @@ class _MinariTable:
         self._files: list[list[tuple[Path, str]]] = [[] for _ in range(count)]
         self._lengths, seeds = np.zeros(count, np.int64), np.full(count, -1)
         for number in range(count):
-            self._find_episode(number, f"{root}{number}/", names, seeds)
+            try:
+                self._find_episode(number, f"{root}{number}/", names, seeds)
+            except CorpusError as error:
+                judge.condemn(number, error)
         self.left_out: list[dict[str, str]] = []
         self._parts = [*self._spaces(said, "observation"), *self._spaces(said, "action")]
         self.episodes = TableEpisodes(
@@ -401,7 +403,12 @@ class _MinariTable:
         )
         if int(self._lengths.sum()) != steps and not judge.bad:
             what = f"total_steps is {steps}, the episodes have {int(self._lengths.sum())} steps"
-            raise self._where.error(what, "V15")
+            error = self._where.error(what, "V15")
+            if judge.skips:
+                for number in range(count):
+                    self._judge_length(number)
+            if not judge.bad:
+                raise error
         self.facts = {
             name: said[name]
             for name in ("dataset_id", "minari_version", "algorithm_name")
@@ -424,16 +431,20 @@ class _MinariTable:
         path = names[f"{folder}{METADATA}"]
         with file_errors(path, "V15"):
             said = json.loads(path.read_bytes())
-            self._lengths[number] = int(said["total_steps"])
-            if self._lengths[number] < 0:
-                raise ValueError(f"total_steps is {self._lengths[number]}")
+            length = int(said["total_steps"])
+            if length < 0:
+                raise ValueError(f"total_steps is {length}")
             seeds[number] = SourceFacts.seed_of(said.get("seed"))
+            self._lengths[number] = length
         size = sum(names[name].stat().st_size for name in files)
-        if self._lengths[number] > size:  # few files have more steps than bytes
-            try:
-                self._check_length(len(self._table(number)), number)
-            except CorpusError as error:
-                self._judge.condemn(number, error)
+        if length > size:  # few files have more steps than bytes
+            self._judge_length(number)
+
+    def _judge_length(self, number: int) -> None:
+        try:
+            self._check_length(len(self._table(number)), number)
+        except CorpusError as error:
+            self._judge.condemn(number, error)
 
     def _spaces(self, said: Mapping[str, Any], role: str) -> Iterator[_Part]:
         space = parsed_space(said.get(f"{role}_space", "null"), self._where)
@@ -537,8 +548,10 @@ class _MinariTable:
         yield _Part(("infos", *key[1:]), Feature(name, key, dtype, shape))
 
     def location(self, position: int) -> Location:
-        path, name = self._files[position][0]
-        return Location(path, name, self.episodes.names[position])
+        where = self._where  # an episode may have no files
+        if self._files[position]:
+            where = Location(*self._files[position][0])
+        return where.at(group=self.episodes.names[position])
 
     @contextmanager
     def _reader(self, path: Path) -> Iterator[tuple[Any, Callable[[], Any]]]:

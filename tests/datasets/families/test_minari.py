@@ -169,7 +169,7 @@ def test_broken_image_is_named(tmp_path, quietly):
         ({"data_format": "arrow"}, r"stored as 'arrow', expected 'hdf5' .*V04"),
         ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*V04"),
         ({"observation_space": '{"type": "Text"}'}, r"the observation_space .*'max_length'.*V04"),
-        ({"total_steps": "seven"}, r"gives 'seven' records, expected a number.*V15"),
+        ({"total_steps": "seven"}, r"its description says 'seven': .*V15"),
     ],
 )
 def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -229,14 +230,33 @@ def test_infos_of_some_episodes_are_left_out_and_reported(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_bad_episodes_can_be_left_out(bad, tmp_path):
+@pytest.mark.parametrize(
+    ("bad", "change", "why"),
+    [
+        *((bad, lambda d: cut(next(d.glob("*.arrow"))), r"\[V03\]") for bad in (0, 1)),
+        (0, lambda d: (d / "metadata.json").write_text("{"), r"/0/metadata.json: .*\[V15\]"),
+        (1, lambda d: (d / "metadata.json").write_text("[" * 9999), r"/1/metadata.json.*\[V03\]"),
+        (1, lambda d: (d / "metadata.json").unlink(), r"1/metadata.json are missing \[V32\]"),
+        (1, lambda d: edited(d / "metadata.json", total_steps=2), r"expected 3 .*\[V34\]"),
+        (0, shutil.rmtree, r"files of 0/ are missing \[V32\]"),
+    ],
+)
+def test_bad_episodes_can_be_left_out(bad, change, why, tmp_path):
     folder = write(tmp_path / "set", "arrow")
-    cut(next((folder / "data").glob(f"{bad}/*.arrow")))
+    change(folder / f"data/{bad}")
     with pytest.warns(UserWarning, match="skipped|left out"):
         data = convert(folder, MINARI_ARROW, tmp_path / "a", policies=Policies(on_invalid="skip"))
     assert data.episode_table["length"].tolist() == [LENGTHS[1 - bad], 8]
     assert data.episode_table["episode"].tolist() == [1 - bad, 2]
+    (skipped,) = data.published.manifest.report["skipped"]
+    assert re.search(why, skipped["why"]), skipped
+
+
+def test_a_wrong_total_of_an_h5_file_is_a_finding(tmp_path):
+    folder = write(tmp_path / "set", "hdf5")
+    edited(folder / "data/metadata.json", total_steps="x")
+    with pytest.warns(UserWarning, match="description says 'x'.*V15"):
+        assert len(convert(folder, MINARI, tmp_path / "a", policies=Policies(on_invalid="skip")))
 
 
 @SEEDS
