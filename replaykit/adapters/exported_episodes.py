@@ -268,7 +268,8 @@ class ExportSource:
         return found
 
     def _check_name(self, key: Key, name: str) -> None:
-        if not name or name[0] == "." or "/" in name or "\0" in name:
+        is_split = any("/" in part or "\0" in part for part in key)
+        if is_split or any(part[:1] in ("", ".") for part in name.split("/")):
             raise SchemaError(
                 f"key {format_key(key)}: expected a name without '/', which does not begin with "
                 f"'.', for each column of {self._target}, got {name!r}; rename the parts of the row"

@@ -11,13 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from replaykit.adapters.export_files import export_to
-from replaykit.adapters.exported_episodes import (
-    ACTION,
-    OBSERVATION,
-    Array,
-    ExportSource,
-)
+from replaykit.adapters.exported_episodes import OBSERVATION, Array, ExportSource
 from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.families.zarr_arrays import key_of
 from replaykit.interrupts import check, deferred
 from replaykit.ted import Key
 
@@ -35,7 +31,8 @@ def to_zarr(
     The folder, or the file if the name ends in ``.zip``, appears at ``path`` completely or not at
     all. Its format is Zarr 2, which all versions of the library read. The arrays ``data/<name>``
     hold the rows of all episodes, and ``meta/episode_ends`` the end of each episode, int64 ``[E]``.
-    The parts of a key are joined by ``_``, without ``observation``. An observation that is a single
+    Nested keys become groups, such as ``data/action/arm``. Observations have names without
+    ``observation``, unless they have the name of another array. An observation that is a single
     array has the name ``state``, or ``img``. The other arrays are ``terminated``, ``truncated``,
     and, if the rows have them, ``action``, ``reward`` and ``success``. The layout has no next
     observations, so the last one of an episode is lost. Other keys are left out. Images get the
@@ -206,6 +203,8 @@ class _Column:
 
 
 def _name(key: Key, image: bool) -> str:
+    """Return the name that a reader turns into the key, without ``observation`` if possible."""
     if key == OBSERVATION:
         return "img" if image else "state"
-    return "_".join(key if key[:1] == ACTION else key[1:])
+    name = "/".join(key[1:])
+    return name if key_of(name) == key and key[1:] != OBSERVATION else "/".join(key)

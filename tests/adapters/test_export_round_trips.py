@@ -105,7 +105,7 @@ def test_every_value_of_a_buffer_comes_back(kind, form, tmp_path, monkeypatch):
         if form in ("lerobot", "zarr") and key[:2] == ("next", "observation"):
             continue
         at = key.index("observation") + 1 if "observation" in key else len(key)
-        is_flat = form in ("zarr", "robomimic") and at < len(key)
+        is_flat = form == "robomimic" and at < len(key)
         value = found[(*key[:at], "_".join(key[at:])) if is_flat else key]
         expected = wanted[key]
         if key[-1] in ("truncated", "done"):  # an open episode ends with the data

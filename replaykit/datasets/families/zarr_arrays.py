@@ -74,11 +74,11 @@ class ZarrLayout(TableLayout):
 
     The arrays ``data/<name>`` hold one entry for each row, and ``meta/episode_ends`` the end of
     each episode. ``action``, ``reward``, ``success``, ``terminated`` and ``truncated`` become the
-    columns of these names, and all other arrays become observations. Arrays in the groups
-    ``action`` and ``observation`` have the keys of their paths. Rows have no next observation,
-    because the one after the last row was not recorded. An episode is truncated if
-    ``terminated`` is not set in its last row. Images may be compressed by JPEG XL and other codecs
-    of imagecodecs.
+    columns of these names, and all other arrays become observations. Groups become nested keys.
+    Arrays in the groups ``action`` and ``observation`` have the keys of their paths. Rows have no
+    next observation, because the one after the last row was not recorded. An episode is truncated
+    if ``terminated`` is not set in its last row. Images may be compressed by JPEG XL and other
+    codecs of imagecodecs.
 
     Example:
         >>> from replaykit.datasets.families import ZARR
@@ -145,12 +145,12 @@ class _Store:
         self.excluded: dict[str, Any] = {}
         self.left_out: list[dict[str, str]] = []
         self.missing: dict[str, npt.NDArray[np.bool_]] = {}
-        twice = [key for key, count in Counter(map(_key, names)).items() if count > 1]
+        twice = [key for key, count in Counter(map(key_of, names)).items() if count > 1]
         if twice:
             what = f"two arrays have the key {format_key(twice[0])}"
             raise self.where.at(key="data").error(what, "V10")
         for name in names:
-            if not policies.keeps(_key(name)) and _key(name) not in (TERMINATED, TRUNCATED):
+            if not policies.keeps(key_of(name)) and key_of(name) not in (TERMINATED, TRUNCATED):
                 with _zarr_errors(self.where.at(key=f"data/{name}")):
                     self.excluded[name] = self._description(f"data/{name}")
                 continue
@@ -332,7 +332,8 @@ def _register_images(codec: str) -> None:
     module.register_codecs(codec, force=True, verbose=False)
 
 
-def _key(name: str) -> Key:
+def key_of(name: str) -> Key:
+    """Return the key of the array ``data/<name>``."""
     parts = tuple(name.split("/"))
     is_key = len(parts) > 1 and parts[0] in ("action", "observation")
     return parts if is_key else _OUTSIDE.get(name, ("observation", *parts))
@@ -350,7 +351,7 @@ class _ZarrTable:
         first = self._stores[0]
         for other in self._stores[1:]:
             self._check_alike(first, other)
-        self._names = {_key(name): name for name in first.arrays}
+        self._names = {key_of(name): name for name in first.arrays}
         self.columns = []
         for key, name in self._names.items():
             array = first.arrays[name]
@@ -359,7 +360,7 @@ class _ZarrTable:
         for name, said in first.excluded.items():
             if said is not None:
                 dtype = _dtype_of(said)
-                self.columns.append(SourceColumn(_key(name), (1,), dtype, f"data/{name}"))
+                self.columns.append(SourceColumn(key_of(name), (1,), dtype, f"data/{name}"))
         self.left_out = first.left_out
         lengths = [np.diff(store.stops, prepend=0) for store in self._stores]
         counts = [len(each) for each in lengths]
