@@ -85,7 +85,7 @@ def convert(
         CorpusError: a file breaks a rule of its layout, or does not match its SHA-256. The message
             names file, episode, key and rule. The class is a subclass of ValueError.
         ValueError: the policies name a key or dtype that no file has. Or a file is a pipe, a device
-            or a socket, or has a name that is not UTF-8. Or ``dest`` is in a folder of a table.
+            or a socket, or has a name that is not UTF-8. Or ``dest`` is in a folder of the files.
         FileNotFoundError: a file does not exist, or a directory holds no H5 file.
         DownloadError, PermissionError: as in `download`.
         OSError: a file cannot be read, or the disk has too little room. The message names the file.
@@ -111,11 +111,12 @@ def convert(
         >>> from replaykit.datasets import Policies, convert
         >>> from replaykit.datasets.families import D4RL
         >>> root = Path(tempfile.mkdtemp())
-        >>> with h5py.File(root / "a.hdf5", "w") as file:
+        >>> (root / "files").mkdir()
+        >>> with h5py.File(root / "files" / "a.hdf5", "w") as file:
         ...     file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
         ...     file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 1
         >>> policies = Policies(casts={"float64": "float32"})
-        >>> data = convert(root, D4RL, root / "data", policies=policies)
+        >>> data = convert(root / "files", D4RL, root / "data", policies=policies)
         >>> data.episode_table["length"], data[:]["next", "observed"].flatten()
         (tensor([2, 1]), tensor([ True, False,  True]))
     """
@@ -131,7 +132,7 @@ def convert(
             f"got {layout!r:.80}"
         )
     else:
-        check_outside(dest, files, layout)
+        check_outside(dest, files)
         sources = local_sources(
             files,
             natural=layout.natural_files,
@@ -171,18 +172,15 @@ def open(
     return CorpusExperienceReplay(dest, batch_size, sampler=sampler, **kwargs)
 
 
-def check_outside(dest: str | Path, files: Files, layout: Layout | TableLayout) -> None:
-    """Check that a data set would not be in a folder of a table, whose files are all read.
+def check_outside(dest: str | Path, files: Files) -> None:
+    """Check that a data set would not be in a folder of its source files.
 
     Raises:
         ValueError: the data set would be there.
     """
     home = Path(os.path.realpath(dest))
     for path in map(_path, _given(files)):
-        if isinstance(layout, TableLayout) and Path(os.path.realpath(path)) in (
-            home,
-            *home.parents,
-        ):
+        if path.is_dir() and Path(os.path.realpath(path)) in (home, *home.parents):
             raise ValueError(
                 f"{dest}: expected a directory outside of the source {path}, whose files it would "
                 "join; choose another directory for the data set"

@@ -334,7 +334,7 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         if self.download is False:
             return self._require(self.data_path_root)
         if self.source is not None:
-            check_outside(self.data_path_root, self.source, self._rules)
+            check_outside(self.data_path_root, self.source)
         return ensure_dataset(
             self.data_path_root,
             get_sources=self._sources,

@@ -24,6 +24,7 @@ from replaykit import (
 from replaykit.datasets import Policies, convert
 from replaykit.datasets.engine.locations import Location
 from replaykit.datasets.engine.table_sources import SourceColumn, TableEpisodes, TableLayout
+from replaykit.datasets.families import D4RL
 from replaykit.errors import CorpusError
 from replaykit.inspection import validate
 
@@ -105,6 +106,7 @@ def source(tmp_path: Path) -> Path:
     "call",
     [
         lambda folder, dest: convert(folder, memory(), dest),
+        lambda folder, dest: convert(folder, D4RL, dest),
         lambda folder, dest: LeRobotExperienceReplay(
             "me", 1, source=folder, root=dest, layout=memory()
         ),

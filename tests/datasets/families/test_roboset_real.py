@@ -159,5 +159,5 @@ def test_files_of_both_kinds_are_refused_by_name(tmp_path, order):
             with RoboHiveWriter(path) as writer:
                 writer.add_trial(**make_trial(4))
     with pytest.raises(CorpusError, match=rf"{paths[1].name}: no trial of the layout .*V04"):
-        RobosetExperienceReplay("mine", 2, root=tmp_path / "root", source=tmp_path)
+        RobosetExperienceReplay("mine", 2, root=tmp_path / "root", source=paths)
     assert not (tmp_path / "root" / "mine").exists()
