@@ -403,12 +403,12 @@ class _MinariTable:
         )
         if int(self._lengths.sum()) != steps and not judge.bad:
             what = f"total_steps is {steps}, the episodes have {int(self._lengths.sum())} steps"
-            error = self._where.error(what, "V15")
+            wrong = self._where.error(what, "V15")
             if judge.skips:
                 for number in range(count):
                     self._judge_length(number)
             if not judge.bad:
-                raise error
+                raise wrong
         self.facts = {
             name: said[name]
             for name in ("dataset_id", "minari_version", "algorithm_name")
