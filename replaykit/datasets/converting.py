@@ -62,8 +62,9 @@ def convert(
     files, layout and policies.
 
     An interrupted or killed call leaves a hidden directory next to ``dest``. Repeating the same
-    call skips the files that were finished. The result has the same bytes as that of an
-    uninterrupted call. Any other call for ``dest`` removes that directory.
+    call skips the files that were finished, or the decoded videos of episodes. Other tables begin
+    again. The result has the same bytes as that of an uninterrupted call. Any other call for
+    ``dest`` removes that directory.
 
     Args:
         files: H5 files, or directories to search for ``.h5``, ``.hdf5`` and ``.hdf`` files, as

@@ -36,7 +36,15 @@ from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
-from replaykit.datasets.engine.resuming import Excluded, Unfinished, conversion_digest
+from replaykit.datasets.engine.resuming import (
+    Excluded,
+    FilePart,
+    ImagesPart,
+    Unfinished,
+    conversion_digest,
+    drop_damaged,
+    plan_digest,
+)
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.engine.table_conversion import convert_table
 from replaykit.datasets.engine.table_sources import TableLayout
@@ -165,8 +173,11 @@ def ensure_dataset(
             sources.check()
         named_files = [(file.path, file.name) for file in sources.files]
         before = stamps_of(named_files, layout)
+        said = {"options": options.to_json(), "identity": named}
+        digest = conversion_digest(sources, layout, said, before)
         if isinstance(layout, Layout):
-            made = _convert(directory, sources, layout, options, named, before, progress)
+            unfinished = Unfinished(directory, digest, FilePart)
+            made = _convert(directory, sources, layout, options, unfinished, progress)
         else:
             made = convert_table(
                 directory,
@@ -174,6 +185,7 @@ def ensure_dataset(
                 layout,
                 options.policies,
                 block_bytes=options.block_bytes,
+                unfinished=Unfinished(directory, digest, ImagesPart),
                 progress=progress,
             )
         if stamps_of(named_files, layout) != before:
@@ -249,13 +261,10 @@ def _convert(
     sources: Sources,
     layout: Layout,
     options: ConvertOptions,
-    identity: Mapping[str, Any],
-    stamps: Mapping[str, list[int]],
+    unfinished: Unfinished[FilePart],
     progress: bool | None,
 ) -> Converted:
     """Fill a directory with the columns of files."""
-    said = {"options": options.to_json(), "identity": dict(identity)}
-    unfinished = Unfinished(directory, conversion_digest(sources, layout, said, stamps))
     # The fields and episodes that an interrupted conversion had to leave out.
     without, excluded = unfinished.without, unfinished.excluded
     is_guess = bool(without or excluded)
@@ -272,7 +281,7 @@ def _convert(
             notes=notes,
             workers=options.workers,
         )
-        if is_guess and not unfinished.is_of(plan):
+        if is_guess and not unfinished.is_of(plan_digest(plan)):
             without, excluded, is_guess = {}, {}, False
             continue
         is_guess = False
@@ -347,14 +356,16 @@ def _convert(
 def _columns(
     directory: Path,
     plan: Plan,
-    unfinished: Unfinished,
+    unfinished: Unfinished[FilePart],
     without: Mapping[str, str],
     excluded: Excluded,
 ) -> dict[Key, ColumnOutput]:
     """Create the columns of a plan, or reopen them with the rows of finished files."""
-    goes_on = unfinished.is_of(plan)
+    digest = plan_digest(plan)
+    goes_on = unfinished.is_of(digest)
     if not goes_on:
-        unfinished.begin(plan, without, excluded)
+        is_kept = len(plan.spans.by_file()) > 1
+        unfinished.begin(digest, without, excluded, is_kept=is_kept)
         for path in directory.iterdir():
             remove_tree(path)
     else:
@@ -363,7 +374,7 @@ def _columns(
     columns = create_columns(directory, column_specs(plan), (plan.rows,), is_new=not goes_on)
     hold_back(directory)
     if goes_on:
-        unfinished.go_on(columns, plan)
+        drop_damaged(unfinished.finished, columns, plan)
     return columns
 
 

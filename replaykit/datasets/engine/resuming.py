@@ -1,9 +1,10 @@
 """Records of finished source files, from which another process continues a conversion.
 
 A line is appended to the record when the rows of a file have been written. The line has checksums
-of the file's part of every column, statistics, the lines of its episodes, and findings. Only the
-same conversion uses the record, and only if the rows still have these checksums. Rows that were
-lost with a process or the machine are detected and written again.
+of the file's part of every column, statistics, the lines of its episodes, and findings. A line of a
+table is for a column of images and one episode. Only the same conversion uses the record, and only
+if the rows still have these checksums. Rows that were lost with a process or the machine are
+detected and written again.
 
 A line has the CRC-32 of a JSON text, and the text. The first line identifies the conversion and the
 plan. A line without a valid checksum is ignored.
@@ -17,7 +18,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from replaykit.datasets.dataset_manifest import provenance
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
 from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
 from replaykit.datasets.engine.plan import Plan, column_specs
+from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.publishing import UNFINISHED_NAME
 from replaykit.datasets.sources import Sources, sha256_of
 from replaykit.declared import Rule, decode_state, encode_state
@@ -35,7 +37,8 @@ from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.ted import Key
 
-Excluded = dict[tuple[int, str, int], str]
+Excluded = dict[tuple[Any, ...], str]
+"""Reasons to leave out episodes, by file, group and first record, or by position."""
 
 
 def _converted(build: Callable[[Any], Any], save: Callable[[Any], Any]) -> Rule:
@@ -48,9 +51,8 @@ def _array_of(said: tuple[str, list[int], str]) -> npt.NDArray[Any]:
     return np.frombuffer(b64decode(text), dtype).reshape(shape)
 
 
-_StatisticsOf = Mapping[
-    Key,
-    Annotated[Any, _converted(lambda said: Statistics(*said), lambda found: list(astuple(found)))],
+_Statistics = Annotated[
+    Any, _converted(lambda said: Statistics(*said), lambda found: list(astuple(found)))
 ]
 _Notes = Annotated[
     Any,
@@ -82,7 +84,7 @@ class FilePart:
     rows: int
     nbytes: int
     crc32: Mapping[Key, int]
-    statistics: _StatisticsOf
+    statistics: Mapping[Key, _Statistics]
     notes: _Notes
     bad: Mapping[int, str]
     facts: Mapping[str, Any]
@@ -91,33 +93,55 @@ class FilePart:
     is_reported: bool = False
 
 
-class Unfinished:
+@dataclass
+class ImagesPart:
+    """The results of a column of images in an episode of a table, whose rows were written.
+
+    Attributes:
+        index: a number of the episode and the column.
+        crc32: the checksum of the column up to the end of the episode.
+        digest: the digest of the rows, in hexadecimal digits.
+        file: size and checksum of the file of encoded images up to the end of the episode.
+    """
+
+    index: int
+    crc32: int
+    statistics: _Statistics
+    digest: str
+    file: tuple[int, int] = (0, 0)
+
+
+Part = TypeVar("Part", FilePart, ImagesPart)
+
+
+class Unfinished(Generic[Part]):
     """The record of an unfinished conversion, in its directory.
 
-    The constructor reads the record. No record is written before the first file is finished. The
-    conversion of a single file has no record.
+    The constructor reads the record. No record is written before the first part is finished.
 
     Args:
         directory: the directory of the unfinished data set.
         conversion: the result of `conversion_digest`.
+        kind: the class of the parts.
 
     Cost: the record is read once. No row is read.
     """
 
-    def __init__(self, directory: Path, conversion: str) -> None:
+    def __init__(self, directory: Path, conversion: str, kind: type[Part]) -> None:
         self._path = directory / UNFINISHED_NAME
         self._conversion = conversion
         self._head: dict[str, Any] = {}
         self._is_kept = False
-        self.finished: dict[int, FilePart] = {}
+        self.finished: dict[int, Part] = {}
         lines = _read_lines(self._path)
         head = next(lines, {})
         if head.get("conversion") != conversion:
             self.forget()
             return
         self._head = head
+        self._is_kept = True
         for said in lines:
-            self.finished[said["index"]] = decode_state(FilePart, said, str(self._path))
+            self.finished[said["index"]] = decode_state(kind, said, str(self._path))
 
     @property
     def without(self) -> dict[str, str]:
@@ -127,49 +151,37 @@ class Unfinished:
     @property
     def excluded(self) -> Excluded:
         """Episodes that the interrupted conversion left out, with the reasons."""
-        found = self._head.get("excluded", ())
-        return {(file, group, base): why for file, group, base, why in found}
+        return {tuple(episode): why for *episode, why in self._head.get("excluded", ())}
 
-    def is_of(self, plan: Plan) -> bool:
-        """Return whether the record has finished files of this plan."""
-        return bool(self.finished) and self._head["plan"] == _plan_digest(plan)
+    def is_of(self, plan: str) -> bool:
+        """Return whether the record has finished parts of the plan with this digest."""
+        return bool(self.finished) and self._head["plan"] == plan
 
-    def begin(self, plan: Plan, without: Mapping[str, str], excluded: Excluded) -> None:
-        """Remove the record, and start a record of this plan."""
+    def begin(
+        self,
+        plan: str,
+        without: Mapping[str, str],
+        excluded: Mapping[tuple[Any, ...], str],
+        *,
+        is_kept: bool = True,
+    ) -> None:
+        """Remove the record, and start one of the plan with this digest if it ``is_kept``."""
         self.forget()
-        self._is_kept = len(plan.spans.by_file()) > 1
+        self._is_kept = is_kept
         self._head = {
             "conversion": self._conversion,
-            "plan": _plan_digest(plan),
+            "plan": plan,
             "without": dict(without),
             "excluded": [[*episode, why] for episode, why in excluded.items()],
         }
 
-    def go_on(self, columns: Mapping[Key, ColumnOutput], plan: Plan) -> None:
-        """Drop files whose rows differ from the record, so that they are written again.
-
-        Args:
-            columns: the columns, with the rows that were written to them.
-            plan: the plan with which the rows were written.
-
-        Cost: the rows of the finished files are read once, in blocks of 1 MiB.
-        """
-        self._is_kept = True
-        for index, spans in plan.spans.by_file().items():
-            part, first = self.finished.get(index), plan.spans[spans[0]].start
-            if part is not None and any(
-                _crc32(column, first, first + part.rows) != part.crc32[key]
-                for key, column in columns.items()
-            ):
-                del self.finished[index]
-
-    def record(self, part: FilePart) -> None:
-        """Append the results of a file whose rows have been written.
+    def record(self, part: Part) -> None:
+        """Append the results of a part whose rows have been written.
 
         Raises:
             OSError: no space is left. The message names the file.
         """
-        if self._is_kept and part.dropped is None:
+        if self._is_kept:
             if not self._path.exists():
                 _append_line(self._path, self._head)
             _append_line(self._path, encode_state(part))
@@ -180,9 +192,30 @@ class Unfinished:
         self._head, self.finished, self._is_kept = {}, {}, False
 
 
+def drop_damaged(
+    finished: dict[int, FilePart], columns: Mapping[Key, ColumnOutput], plan: Plan
+) -> None:
+    """Drop files whose rows differ from the record, so that they are written again.
+
+    Args:
+        finished: the parts of the record.
+        columns: the columns, with the rows that were written to them.
+        plan: the plan with which the rows were written.
+
+    Cost: the rows of the finished files are read once, in blocks of 1 MiB.
+    """
+    for index, spans in plan.spans.by_file().items():
+        part, first = finished.get(index), plan.spans[spans[0]].start
+        if part is not None and any(
+            _crc32(column, first, first + part.rows) != part.crc32[key]
+            for key, column in columns.items()
+        ):
+            del finished[index]
+
+
 def conversion_digest(
     sources: Sources,
-    layout: Layout,
+    layout: Layout | TableLayout,
     said: Mapping[str, Any],
     stamps: Mapping[str, Any],
 ) -> str:
@@ -211,7 +244,7 @@ def conversion_digest(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plan_digest(plan: Plan) -> str:
+def plan_digest(plan: Plan) -> str:
     """Return a digest of the position and source of every row of a plan. Cost: O(E)."""
     digest = hashlib.sha256()
     for leaf in plan.leaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 
 from replaykit.datasets.column_files import (
     ATTACHED,
+    EPISODE_DIRECTORY,
     ColumnOutput,
     ColumnSpec,
     attach_files,
@@ -25,11 +27,12 @@ from replaykit.datasets.column_files import (
     torch_dtype,
 )
 from replaykit.datasets.column_statistics import Statistics
-from replaykit.datasets.dataset_manifest import AttachedFile
+from replaykit.datasets.dataset_manifest import MANIFEST_NAME, AttachedFile, joined_crc32
 from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
 from replaykit.datasets.engine.conversion_report import Converted, duplicates, record_of
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
+from replaykit.datasets.engine.resuming import ImagesPart, Unfinished
 from replaykit.datasets.engine.row_writer import lost_numbers
 from replaykit.datasets.engine.table_sources import (
     Array,
@@ -38,7 +41,7 @@ from replaykit.datasets.engine.table_sources import (
     TableSource,
     ValueChecks,
 )
-from replaykit.datasets.engine.write_files import store_once
+from replaykit.datasets.engine.write_files import FINALS_DIRECTORY, store_once
 from replaykit.datasets.publishing import hold_back
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import progress_bar
@@ -52,6 +55,9 @@ _IDS: Final[tuple[Key, ...]] = (("episode",), ("seed",))
 _FLAG_ROWS: Final = 1 << 20
 _HANDED_BYTES: Final = 1 << 17
 """Least size of a block that a thread works on, because the change of threads costs time, too."""
+_READ_BYTES: Final = 1 << 20
+_LATE: Final = (MANIFEST_NAME, EPISODE_DIRECTORY, FINALS_DIRECTORY)
+"""Names in a data set that a conversion makes after all rows."""
 _UNUSED: Final = ("missing", "extra", "constant", "all_nan", "duplicate", "unrecorded")
 """Policies about arrays that episodes share or lack, which tables do not have."""
 
@@ -63,9 +69,10 @@ def convert_table(
     policies: Policies,
     *,
     block_bytes: int,
+    unfinished: Unfinished[ImagesPart],
     progress: bool | None,
 ) -> Converted:
-    """Fill a directory with the columns of a table.
+    """Fill a directory with the columns of a table, which may have the images of ``unfinished``.
 
     Raises:
         CorpusError: a rule is broken. The message names file, episode and rule.
@@ -88,6 +95,7 @@ def convert_table(
     ends = (TERMINATED, TRUNCATED)
     wanted = [c for c in source.columns if c.key in ends or policies.keeps(c.key)]
     choice = layout.copies if policies.copies == "layout" else policies.copies
+    judge.bad |= {position: why for (position,), why in unfinished.excluded.items()}
     while True:
         judge.notes = RuleFindings.of(replace(note) for note in notes)  # each pass finds them again
         kept = source.episodes.lengths > 0
@@ -95,11 +103,15 @@ def convert_table(
         if not kept.any():
             where = source.location(0) if len(kept) else Location(Path(layout.name), layout.name)
             raise where.error("no episode has rows that can be converted", "V38")
-        for path in directory.iterdir():
-            remove_tree(path)
+        plan = str(sorted(judge.bad))
+        goes_on = unfinished.is_of(plan)
+        if not goes_on:
+            unfinished.begin(plan, {}, {(position,): why for position, why in judge.bad.items()})
+        for name in _LATE if goes_on else os.listdir(directory):
+            remove_tree(directory / name)
         known = len(judge.bad)
         try:
-            writer = _Writer(directory, source, wanted, kept, policies, judge)
+            writer = _Writer(directory, source, wanted, kept, policies, judge, unfinished)
         except NoRoomError:
             # A wrong shape or length breaks a rule. It must not look like a disk that is too small.
             _read_first(source, kept, [column.key for column in wanted], judge)
@@ -133,6 +145,11 @@ class _Digests:
         self._hash = hashlib.sha256()
         self.found: list[bytes] = []
 
+    def adopt(self, digest: bytes) -> None:
+        """Count an episode whose digest is known."""
+        self.found.append(digest)
+        self._at = int(self._stops[len(self.found) - 1])
+
     def add(self, values: Array) -> None:
         rows = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8).data
         low, high = np.searchsorted(self._stops, (self._at, self._at + len(values)), "right")
@@ -156,8 +173,10 @@ class _Writer:
         kept: npt.NDArray[np.bool_],
         policies: Policies,
         judge: Judge,
+        unfinished: Unfinished[ImagesPart],
     ) -> None:
         self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
+        self._unfinished = unfinished
         self._checks = ValueChecks(source, wanted, kept, judge)
         self.positions, self._where = self._checks.positions, self._checks.where
         self._starts, self._stops = self._checks.starts, self._checks.stops
@@ -178,10 +197,16 @@ class _Writer:
             if column.key[0] in ("observation", "action") and not column.frames
         }
         self._handed: list[Future[None]] = []
-        self.columns = self._create()
+        self._at = dict.fromkeys(self._wanted, 0)
+        slow = [key for key in getattr(source, "slow", ()) if key in self._wanted]
+        self._slow = {key: at for at, key in enumerate(slow)}
+        self._of_episode = {key: Statistics() for key in slow}
+        is_new = not unfinished.finished
+        self.columns = self._create(is_new)
+        hold_back(directory)
         images = [c.key for c in wanted if c.frames and c.frames["kind"] == "image"]
         self._images = {
-            key: _ImageFile(directory, key, len(source.attached) + at)
+            key: _ImageFile(directory, key, len(source.attached) + at, is_new)
             for at, key in enumerate(images, 1)
         }
 
@@ -190,7 +215,7 @@ class _Writer:
         """True if the digests cover observations."""
         return any(key[0] == "observation" for key in self._digests)
 
-    def _create(self) -> dict[Key, ColumnOutput]:
+    def _create(self, is_new: bool) -> dict[Key, ColumnOutput]:
         specs = [
             ColumnSpec(key, (REFERENCE_WIDTH,), torch.int64)
             if column.frames
@@ -205,7 +230,7 @@ class _Writer:
             above = next((key[:size] for size in range(1, len(key)) if key[:size] in keys), None)
             if above is not None or sum(spec.key == key for spec in specs) > 1:
                 raise self._error(0, f"two columns have the key {format_key(above or key)}", "V10")
-        return create_columns(self.directory, specs, (self.rows,))
+        return create_columns(self.directory, specs, (self.rows,), is_new=is_new)
 
     def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
         return self._where(number, key).error(what, rule)
@@ -214,22 +239,26 @@ class _Writer:
 
     def write(self, block_bytes: int, progress: bool | None) -> None:
         """Write all blocks of the source, then flags and ids."""
-        at = dict.fromkeys(self._wanted, 0)
+        at, source = self._at, self.source
+        if self._slow:
+            source.is_stored = self._adopt  # type: ignore[attr-defined]
         total = sum(column.nbytes for column in self.columns.values())
         with (
-            progress_bar("converting", total, progress) as advance,
+            progress_bar("converting", total, progress) as self._advance,
             synced_early(self.columns),
             ThreadPoolExecutor(2) as self._threads,
         ):
-            for block in self.source.blocks(self._kept, list(self._wanted), block_bytes):
+            for block in source.blocks(self._kept, list(self._wanted), block_bytes):
                 for key, values in block.items():
                     self._write(key, values, at[key])
                     at[key] += len(values)
-                    advance(values.nbytes)
+                    self._advance(values.nbytes)
                 # The next block needs the memory, and follows in the same columns.
                 for work in self._handed:
                     work.result()
                 self._handed.clear()
+                for key in block.keys() & self._slow:
+                    self._record(key)
             if len(self.judge.bad) > self._known:
                 return  # other rows will be written without these episodes
             for key, count in at.items():
@@ -284,6 +313,58 @@ class _Writer:
         else:
             self._handed.append(self._threads.submit(work))
 
+    def _record(self, key: Key) -> None:
+        """Record the images of an episode after its last row."""
+        number = self._episode(self._at[key] - 1)
+        if len(self.judge.bad) > self._known or self._at[key] < self._stops[number]:
+            return
+        digests, images = self._digests.get(key), self._images.get(key)
+        part = ImagesPart(
+            self._index(key, int(self.positions[number])),
+            self.columns[key].crc32,
+            self._of_episode[key],
+            digests.found[-1].hex() if digests else "",
+            images.end if images else (0, 0),
+        )
+        self._unfinished.record(part)
+        self._end_episode(key, part.statistics)
+
+    def _adopt(self, key: Key, position: int) -> bool:
+        """Return whether the images of the next episode are stored, and count them.
+
+        Cost: they are read once for their checksum.
+        """
+        part = self._unfinished.finished.get(self._index(key, position))
+        if part is None:
+            return False
+        column, start = self.columns[key], self._at[key]
+        count = int(self.source.episodes.lengths[position])
+        if len(self.judge.bad) == self._known:
+            found, images = column.part(start, start + count), self._images.get(key)
+            for _, block in column.blocks(start, start + count):
+                found.adopt(block)
+            nbytes = count * column.spec.entry_bytes
+            if joined_crc32(column.crc32, found.crc32, nbytes) != part.crc32:
+                return False
+            if images is not None and not images.adopt(*part.file):
+                return False
+            column.join(found.crc32, count)
+            if key in self._digests:
+                self._digests[key].adopt(bytes.fromhex(part.digest))
+            self._end_episode(key, part.statistics)
+            self._advance(nbytes)
+        self._at[key] += count
+        return True
+
+    def _index(self, key: Key, position: int) -> int:
+        return position * len(self._slow) + self._slow[key]
+
+    def _end_episode(self, key: Key, found: Statistics) -> None:
+        # Blocks are merged by episodes, so an interruption does not change the last digits.
+        self._of_episode[key] = Statistics()
+        if key in self._statistics:
+            self._statistics[key].merge(found)
+
     def _episode(self, row: int) -> int:
         return int(np.searchsorted(self._stops, row, "right"))
 
@@ -291,7 +372,7 @@ class _Writer:
         """Add a block to the statistics, and report its numbers that are not finite."""
         of = Statistics()
         of.add(stored)
-        self._statistics[key].merge(of)
+        (self._of_episode if key in self._slow else self._statistics)[key].merge(of)
         if key == _REWARD and values.size == len(values):
             rows = values.reshape(-1).astype(np.float64)
             low, high = self._episode(start), self._episode(start + len(values) - 1) + 1
@@ -356,7 +437,6 @@ class _Writer:
 
     def finish(self) -> Converted:
         """Attach files, and return the written columns."""
-        hold_back(self.directory)
         lasts = self._stops - 1
         finals = {}
         if self.policies.repeated == "once":
@@ -443,12 +523,28 @@ class _Writer:
 class _ImageFile:
     """The encoded images of a column, one after the other in an attached file."""
 
-    def __init__(self, directory: Path, key: Key, number: int) -> None:
+    def __init__(self, directory: Path, key: Key, number: int, is_new: bool) -> None:
         self._directory, self._number = directory, number
         self._path = directory / "images" / f"{'.'.join(key)}{ATTACHED}"
         self._path.parent.mkdir(exist_ok=True)
-        self._path.write_bytes(b"")
+        self._path.open("wb" if is_new else "ab").close()
         self._size = self._crc32 = 0
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Size and checksum of the file up to the end of the last image."""
+        return self._size, self._crc32
+
+    def adopt(self, size: int, crc32: int) -> bool:
+        """Return whether the file goes on with images up to an end, and count them."""
+        found = self._crc32
+        with self._path.open("rb") as file:
+            file.seek(self._size)
+            for start in range(self._size, size, _READ_BYTES):
+                found = zlib.crc32(file.read(min(_READ_BYTES, size - start)), found)
+        if found == crc32:
+            self._size, self._crc32 = size, crc32
+        return found == crc32
 
     def append(self, values: Array) -> npt.NDArray[np.int64]:
         """Append images, and return the references to them, int64 ``[n, 3]``."""
@@ -456,7 +552,9 @@ class _ImageFile:
         sizes = np.fromiter(map(len, values), np.int64, len(values))
         references = np.full((len(values), REFERENCE_WIDTH), self._number, np.int64)
         references[:, 1], references[:, 2] = self._size + sizes.cumsum() - sizes, sizes
-        with disk_errors(self._path, self._size + len(block)), self._path.open("ab") as file:
+        with disk_errors(self._path, self._size + len(block)), self._path.open("r+b") as file:
+            file.truncate(self._size)  # an interrupted conversion may have written more
+            file.seek(self._size)
             file.write(block)
         self._crc32 = zlib.crc32(block, self._crc32)
         self._size += len(block)

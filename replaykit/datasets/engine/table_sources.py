@@ -87,6 +87,11 @@ class TableSource(Protocol):
 
     A source checks the rules of its format when it is opened. It passes bad episodes to the
     `Judge`, by their positions in ``episodes``. While ``blocks`` reads values, it may find more.
+
+    A source may have an attribute ``slow``: the keys of columns of images that take long to make.
+    A block of such a column has rows of one episode. Before ``blocks`` makes the rows of an
+    episode, it calls the attribute ``is_stored`` with key and position, which the writer sets. It
+    leaves the rows out if the result is True.
     """
 
     @property

@@ -64,7 +64,7 @@ def write_files(
     workers: int,
     notes: RuleFindings,
     advance: Callable[[int], object],
-    unfinished: Unfinished,
+    unfinished: Unfinished[FilePart],
 ) -> WrittenFile:
     """Write the rows of all files that are not finished yet.
 
@@ -160,14 +160,15 @@ def _as_they_come(
             yield part
 
 
-def _in_order(indices: Iterable[int], parts: _Parts, unfinished: Unfinished) -> _Parts:
+def _in_order(indices: Iterable[int], parts: _Parts, unfinished: Unfinished[FilePart]) -> _Parts:
     """Yield finished and newly written parts in the order of the files; record the new ones."""
     waiting = dict(unfinished.finished)
     with closing(parts):
         for index in indices:
             while index not in waiting:
                 part = next(parts)
-                unfinished.record(part)
+                if part.dropped is None:
+                    unfinished.record(part)
                 waiting[part.index] = part
             yield waiting.pop(index)
 

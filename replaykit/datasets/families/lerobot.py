@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -158,6 +158,8 @@ class LeRobotFrames:
                 continue
             self.columns.append(self._column(feature))
             self._features[feature.key] = feature
+        self.slow = [k for k, f in self._features.items() if f.is_encoded and video != "lazy"]
+        self.is_stored: Callable[[Key, int], bool] = lambda key, position: False
         videos = [each for each in of.features if each.dtype == "video"]
         self._videos = [each for each in videos if policies.keeps(each.key)]
         self.splits = self._find_splits()
@@ -434,6 +436,8 @@ class LeRobotFrames:
             if self._video == "lazy":
                 yield {feature.key: references}
                 return
+        if self.is_stored(feature.key, position):
+            return
         where = self.location(position)
 
         def load(start: int) -> Array:

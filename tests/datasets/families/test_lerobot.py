@@ -38,6 +38,7 @@ from replaykit.inspection import opened, repair, validate
 from replaykit.testing import make_lerobot
 from replaykit.testing.lerobot_sets import write_video
 from replaykit_command import main
+from tests.datasets.converted import content
 from tests.datasets.families.conftest import SHARED
 from tests.datasets.families.lerobot_reader import (
     EPISODES,
@@ -247,6 +248,48 @@ def test_real_data_set(layout: LeRobotLayout, tmp_path: Path) -> None:
         _, pixels = frames_of(REAL / name)
         rows = data.published.columns["observation", "images", "cam_high"][393:]
         assert np.array_equal(rows.numpy(), pixels)
+
+
+@pytest.mark.parametrize("damage", ["none", "a bad episode", "a changed row", "a cut file"])
+@pytest.mark.parametrize("layout", [LEROBOT_PIXELS, LEROBOT_JPEG], ids=lambda x: x.video)
+@pytest.mark.filterwarnings("ignore:.*skipped")
+def test_interrupted_conversions_decode_no_stored_episode_again(
+    layout: LeRobotLayout, damage: str, copied: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    decoded = 0
+    last = 1_000
+
+    def read(self: Any, *arguments: Any, inner: Any = FrameFiles.read_videos) -> None:
+        nonlocal decoded
+        if decoded == last:
+            raise KeyboardInterrupt
+        decoded += 1
+        inner(self, *arguments)
+
+    def run(name: str) -> None:
+        convert(copied, layout, tmp_path / name, policies=Policies(on_invalid="skip"))
+
+    monkeypatch.setattr(FrameFiles, "read_videos", read)
+    if damage == "a bad episode":  # all rows are written again without it
+        edit_table(sorted(copied.glob("data/*/*.parquet"))[-1],
+                   lambda rows: rows[-1].update(action=[np.nan, 0.0]))  # fmt: skip
+    run("whole")
+    total, decoded = decoded, 0
+    for left in (5, 2):
+        last = total - left
+        with pytest.raises(KeyboardInterrupt):
+            run("data")
+    (draft,) = tmp_path.glob(".data.tmp-*")
+    files = sorted((*draft.rglob("top.memmap"), *draft.rglob("*.attached")))
+    if damage == "a changed row":
+        files[-1].write_bytes(bytes([files[-1].read_bytes()[0] ^ 1]) + files[-1].read_bytes()[1:])
+    elif damage == "a cut file":
+        os.truncate(files[0], 1)
+    last = 1_000
+    before, decoded = decoded, 0
+    run("data")
+    assert (decoded == total - before) == (damage in ("none", "a bad episode"))
+    assert content(tmp_path / "data") == content(tmp_path / "whole")
 
 
 def test_hub(sound: Path, tmp_path: Path, point_client_at: Any) -> None:
