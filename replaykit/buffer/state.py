@@ -263,6 +263,8 @@ def finish_taking(buffer: ReplayBuffer, checked: CheckedState) -> None:
         put_back(checked.undelivered, sampler, storage)
     if rows is not None:
         sampler.moved(rows, storage)
+    if buffer._shared:  # other processes may overwrite rows before the next draw
+        sampler.about_to_write()
     load_taken(storage, checked.state.taken, rows)
     if buffer._pace is not None:
         buffer._pace.load_state(checked.state.pace, len(buffer))

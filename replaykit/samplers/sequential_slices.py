@@ -149,9 +149,9 @@ class _SequentialSlices(SliceSampler):
 
     def _resume_at(self, request: SliceRequest, storage: Storage) -> _Resume | None:
         """Return the position of the cursor; None if its successor cannot be found."""
-        cursor = self._cursor
-        if cursor is None:
+        if self._cursor is None:
             return None
+        cursor = _followed(self._cursor, storage)
         stored = _mark(storage, cursor.element)
         if stored < 0 or (cursor.mark >= 0 and stored != cursor.mark):  # overwritten
             if cursor.mark < 0 or not storage.ledger.oldest_first:
@@ -379,6 +379,7 @@ class _SequentialSlices(SliceSampler):
         If the given cursor's row is no longer stored, the result is at the next row in the order of
         the draws. Cost: O(episodes) then.
         """
+        cursor = _followed(cursor, storage)
         if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
             return cursor
         if not len(storage) or not storage.ledger.oldest_first:
@@ -419,6 +420,18 @@ def _mark(storage: Storage, element: int) -> int:
     """Return the row id at a flat index; -1 if no row is stored there."""
     slot = torch.tensor([element // storage.lanes.numel()], device="cpu")
     return int(storage.ledger.positions(slot))
+
+
+def _followed(cursor: _Cursor, storage: Storage) -> _Cursor:
+    """Return the cursor at the slot to which a removal has moved its row.
+
+    Cost: O(rows) if the row is no longer in its slot, and not all writes were at the cursor.
+    """
+    if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
+        return cursor
+    table = storage.ledger.position_table()
+    slots = [] if table is None else np.flatnonzero(table.numpy() == cursor.mark)
+    return cursor._replace(element=int(slots[0])) if len(slots) else cursor
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer, SliceSampler, StackFrames
+from tests.storages.sharing import another
 
 Make = Callable[..., ReplayBuffer]
 
@@ -156,6 +157,29 @@ def test_a_place_that_was_lost_before_a_save(rows: Callable[..., Any]) -> None:
     write(1, 104, 106)  # over the rows of the last window
     other.load_state_dict(rb.state_dict())
     assert rb.sample()["t"].tolist() == other.sample()["t"].tolist() == [102, 103]
+    rb.empty(lane=0)  # moves the rows of the last window
+    assert rb.sample()["t"].tolist() == [104, 105]
+
+
+@pytest.mark.parametrize("draw", ["sequential", "round_robin"])
+def test_another_process_overwrites_a_place_after_a_load(draw: Any) -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(8),
+        sampler=SliceSampler(slice_len=2, draw=draw),
+        batch_size=4,
+        shared=True,
+    )
+    other = another(rb)
+
+    def rows(first: int, last: int) -> TensorDict:
+        t = torch.arange(first, last)
+        return TensorDict({"t": t, "next": {"done": t % 2 == 1}}, [last - first])
+
+    rb.extend(rows(0, 8))
+    assert rb.sample()["t"].tolist() == [0, 1, 2, 3]
+    rb.load_state_dict(rb.state_dict())
+    other.extend(rows(8, 14))
+    assert rb.sample()["t"].tolist() == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
