@@ -430,7 +430,7 @@ def _followed(cursor: _Cursor, storage: Storage) -> _Cursor:
     if cursor.mark < 0 or _mark(storage, cursor.element) == cursor.mark:
         return cursor
     table = storage.ledger.position_table()
-    slots = [] if table is None else np.flatnonzero(table.numpy() == cursor.mark)
+    slots: Any = [] if table is None else np.flatnonzero(table.numpy() == cursor.mark)
     return cursor._replace(element=int(slots[0])) if len(slots) else cursor
 
 

@@ -127,7 +127,7 @@ class ColumnReads(Storage):
         old: Ledger,
         rows: torch.Tensor | None,
     ) -> dict[str, Any] | None:
-        if rows is None or len(rows) == content.rows:
+        if rows is None or (len(rows) == content.rows and old.oldest_first):
             return state
         return state_of_subset(content, state, old, rows, self.lane_key)
 

@@ -515,9 +515,27 @@ def state_of_subset(
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         return state
     saved = _SavedRows(content, group, state, ledger, lane_key)
-    heads = EpisodeIndex(cast(Any, saved), saved.rule).state(kept)
+    index = EpisodeIndex(cast(Any, saved), saved.rule)
+    heads = index.state(kept)
     known = state or {"marks": [], "codes": []}
+    if not ledger.oldest_first:
+        known = {**known, **_marks_with_gaps(known, index, ledger, saved.lanes.numel())}
     return {**known, "heads": heads, "root_flags": True}
+
+
+def _marks_with_gaps(
+    state: dict[str, Any], index: EpisodeIndex, ledger: Ledger, lanes: int
+) -> dict[str, Any]:
+    """Return the cuts, with one at each gap, since other slots do not show the gaps."""
+    table = index.table()
+    element = index.element(table.last, table.lane)
+    row_id = ledger.positions(torch.from_numpy(element // lanes)).numpy()
+    newest = np.full(index.lanes, -1)
+    np.maximum.at(newest, table.lane, row_id)
+    gap = row_id < newest[table.lane]
+    codes = dict(zip(state["marks"], state["codes"], strict=True))
+    codes = dict.fromkeys((row_id * lanes + element % lanes)[gap].tolist(), SEVERED) | codes
+    return {"marks": sorted(codes), "codes": [codes[mark] for mark in sorted(codes)]}
 
 
 class _SavedColumns:

@@ -264,6 +264,17 @@ def test_other_buffers_over_the_storage_follow() -> None:
     assert set(other.sample()["x"].tolist()) <= {4, 5, 6, 7}
 
 
+def test_rows_of_chosen_slots_stay_apart_from_the_rows_before() -> None:
+    """In write order the placed row 9 follows row 3, but it is no step of the same episode."""
+    rb, other = (ReplayBuffer(storage=LazyTensorStorage(slots)) for slots in (6, 9))
+    rb.extend(_rows(range(4), 0))
+    rb.storage.set([1], _rows([9], 0))
+    other.load_state_dict(rb.state_dict())
+    rb.resize(20)
+    for buffer in (rb, other):
+        assert [episode.rows()["x"].tolist() for episode in buffer.episodes] == [[0], [2, 3], [9]]
+
+
 def test_refusals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = ReplayBuffer(
         storage=LazyMemmapStorage(6, scratch_dir=tmp_path / "rows"),
