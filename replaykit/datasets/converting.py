@@ -71,10 +71,11 @@ def convert(
             paths or ``file://`` URLs. ``http://`` and ``https://`` URLs are fetched as in
             `download`. Links to files are followed, also inside a directory. Links to directories
             inside a directory are not followed. A mapping gives the SHA-256 of each file, or None.
-            Rows are ordered by the paths of their files. Or a `TrajectorySource`, whose rows are
-            read twice.
-        layout: the layout of the files; see `Layout`, and ``LEROBOT`` for tables. The ``repr`` of
-            its parts must show their values, as for dataclasses. None for a `TrajectorySource`.
+            Rows are ordered by the paths of their files. For a table layout, the folder of a set,
+            or a ``.zip`` file of Zarr. Or a `TrajectorySource`, whose rows are read twice.
+        layout: the layout of the files; see `Layout`, and for tables ``LEROBOT``, ``ZARR``,
+            ``MINARI_ARROW`` and ``RLDS``. The ``repr`` of its parts must show their values, as for
+            dataclasses. None for a `TrajectorySource`.
         dest: directory of the data set.
         policies: the treatment of unusual keys, dtypes and episodes.
         workers: number of processes. Each process converts one file after another. The result does

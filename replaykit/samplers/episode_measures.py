@@ -34,7 +34,8 @@ class Coverage:
     An episode j has the mass ``b_j * (1 + c_j) ** -alpha``, and its windows are equally likely.
     ``b_j`` is its mass under ``base``, and ``c_j`` counts the windows drawn from it so far. The
     counts belong to the storage, so all samplers with a ``Coverage`` over it share them. They are
-    saved, and vanish with the episode. Draws that are not delivered do not count.
+    saved, and vanish with the episode. Draws that are not delivered do not count. Processes that
+    share a storage count apart, and a recovered storage begins with 0.
 
     Args:
         alpha: strength of the preference, at least 0. With 0, only ``base`` counts.

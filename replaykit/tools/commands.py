@@ -303,11 +303,11 @@ def convert(
     workers: int,
     force: bool,
 ) -> None:
-    """Convert H5 files or a LeRobot data set into a data set of transitions.
+    """Convert files of other libraries into a data set of transitions.
 
-    The data set is made completely or not at all. FILES are H5 files, folders of H5 files, the
-    folder of a LeRobot data set, or https:// URLs. Without --layout, the command uses
-    the layout that fits, and prints the reasons.
+    The data set is made completely or not at all. FILES are H5 files, folders of H5 files, a set of
+    LeRobot, Minari or RLDS, a folder or .zip file of Zarr, or https:// URLs. Without --layout, the
+    command uses the layout that fits, and prints the reasons.
 
     \b
     Examples:
@@ -315,6 +315,7 @@ def convert(
       replaykit convert episodes/ --to data/aloha --cast float64=float32 --workers 4
       replaykit convert https://example.org/hopper.hdf5 --layout d4rl --to data/hopper
       replaykit convert pusht/ --layout lerobot-pixels --to data/pusht
+      replaykit convert cup.zarr.zip --to data/cup
       replaykit convert run.h5 --layout my_layouts.py:ARM --to data/arm --on-invalid skip
     """
     from replaykit.datasets import convert as converted
