@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from replaykit._compat import TensorDict
+from replaykit._compat import TensorDict, lookup
 from replaykit.buffer import ReplayBuffer
 from replaykit.declared import read_value
 from replaykit.feeds.chunk_files import (
@@ -69,7 +69,9 @@ class TrajectorySource(Protocol):
 def feed_trajectories(buffer: ReplayBuffer[Any, Any, Any, Any], source: TrajectorySource) -> int:
     """Store the trajectories of a source in a buffer; return the number of rows.
 
-    The buffer is cut around a trajectory that no flag ends.
+    The buffer is cut around a trajectory that no flag ends. If rows lack the ``lane_key`` of the
+    storage, they get it: the ``identity`` among the tags, or else the number of the trajectory. So
+    an EpisodeWriter stores each trajectory as an episode.
 
     Raises:
         ValueError, SchemaError: a trajectory cannot be read or stored. Those before it are stored.
@@ -90,14 +92,19 @@ def feed_trajectories(buffer: ReplayBuffer[Any, Any, Any, Any], source: Trajecto
         [3, 3]
     """
     count, is_open = 0, len(buffer) > 0
+    lane_key = getattr(buffer.storage, "lane_key", None)
     for number in range(len(source)):
-        tags = source.tags(number)
-        if is_open:
-            end_episodes(buffer, [None], tags.get("head") != "cut")
-        rows = source.load(number)
+        tags, rows, lane = source.tags(number), source.load(number), None
+        if lane_key is not None and lookup(rows, lane_key) is None:
+            lane = int(tags.get("identity", number))
+            rows.set(lane_key, torch.full((len(rows),), lane))
+        if is_open or lane is not None:
+            end_episodes(buffer, [lane], tags.get("head") != "cut")
         buffer.extend(rows)
         count += len(rows)
         is_open = tags.get("tail", "cut") == "cut"
+        if is_open and lane is not None:
+            end_episodes(buffer, [lane], True)
     if count and is_open:
         end_episodes(buffer, [None], True)
     return count

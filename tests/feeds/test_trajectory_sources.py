@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
     AlfCheckpoint,
     AmagoTrajectories,
     EmoteTable,
+    EpisodeWriter,
     TrajectoryChunks,
     TrajectorySource,
     TrajectoryWriter,
@@ -168,6 +170,13 @@ def test_an_emote_table_of_a_hundred_episodes(tmp_path: Path) -> None:
         assert (episode.reason, episode.length) == (expected, count)
         tags = source.tags(number)
         assert (tags["identity"], tags["terminal"]) == (identity, identity % 2)
+    streams = buffer_of(lane_key="id")
+    streams.extend(TensorDict({"id": torch.tensor([99])}, [1]).update(source.load(0)[:1]))
+    whole = buffer_of(lane_key="id", writer=EpisodeWriter(max_episodes=60))
+    for lanes, kept in ((streams, [*lengths, 99]), (whole, [*lengths][40:])):
+        feed_trajectories(lanes, source)
+        assert [int(episode.rows()["id"][0]) for episode in lanes.episodes] == kept
+    assert streams.episodes[100].reason is EndReason.OPEN
     part = source.load(99, ["action", ("next", "truncated")], -2)
     assert part["action"].tolist() == [4900, 4901]
     assert part["next", "truncated"].flatten().tolist() == [False, True]
