@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from replaykit import native
 from replaykit.samplers.priority_rules import PriorityLaw, importance_weights
+from tests.native import reference
 from tests.support.refusals import refuses
 
 DTYPES = [torch.float32, torch.float64]
@@ -25,6 +28,13 @@ def test_the_value_of_a_priority_depends_on_nothing_else(alpha: float, dtype: to
     assert [law.value_of(x) for x in p.tolist()] == whole.tolist()
     exact = (p.double() + 1e-8) ** alpha
     assert torch.allclose(whole.double(), exact, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("exponent", [-1e280, -2.5, -0.4, 0.0, 0.3, 0.7, 1.0, 30.0, 1e300])
+def test_powers_have_the_bits_of_the_reference(exponent: float) -> None:
+    sizes = 2.0 ** np.random.default_rng(0).uniform(-1000, 1000, 4000)
+    base = np.array([0.0, 1.0, 5e-324, 2e-308, 1.7e308, *sizes])
+    assert native.power(base, exponent).tobytes() == reference.power(base, exponent).tobytes()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 3.0])
