@@ -150,6 +150,14 @@ def test_the_page_of_the_command_names_every_policy() -> None:
     assert [name for name in names if f"`--{name.replace('_', '-')}" not in page] == []
 
 
+def test_the_page_of_the_installation_lists_every_extra_of_users() -> None:
+    extras = text_of("pyproject.toml").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    page = text_of("docs/start/install.md")
+    given = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE)) - {"test", "docs", "bench"}
+    assert given == {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+                     for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
+
+
 def test_the_changelog_begins_with_this_version() -> None:
     """Changes that no version has yet may come first."""
     found = re.findall(r"^## \[(\S+)\]", text_of("CHANGELOG.md"), re.MULTILINE)
