@@ -349,6 +349,9 @@ class EncodedFrames(Transform):
         self.frames = dict(frames)
         self._files = FrameFiles(paths)
 
+    def __repr__(self) -> str:
+        return f"EncodedFrames({', '.join(map(format_key, self.frames))})"
+
     def forward(self, data: Any) -> Any:
         """Replace the references of a batch by pixels, also those of `Shift` below ``next``."""
         for stored, facts in self.frames.items():

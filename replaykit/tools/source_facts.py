@@ -62,18 +62,23 @@ def corpus_facts(path: Path) -> tuple[Facts, Table]:
     """
     published = open_published(path)
     manifest = published.manifest
-    keys = tuple(
-        KeyFacts(
-            "/".join(array.key),
-            array.shape[len(manifest.batch) :],
-            str(array.dtype).removeprefix("torch."),
-            int(np.prod(manifest.batch)),
-            array.facts.get("statistics"),
-            int(np.prod(manifest.batch)) if "statistics" in array.facts else 0,
-            _source(array.facts),
+    rows = int(np.prod(manifest.batch))
+    keys = []
+    for array in (*manifest.arrays, *manifest.finals):
+        shape, dtype = array.shape[len(manifest.batch) :], str(array.dtype).removeprefix("torch.")
+        if "frames" in array.facts:  # the column has references, which reads replace by pixels
+            shape, dtype = tuple(array.facts["frames"]["shape"]), "uint8"
+        keys.append(
+            KeyFacts(
+                "/".join(array.key),
+                shape,
+                dtype,
+                rows,
+                array.facts.get("statistics"),
+                rows if "statistics" in array.facts else 0,
+                _source(array.facts),
+            )
         )
-        for array in (*manifest.arrays, *manifest.finals)
-    )
     about: dict[str, Any] = {
         "layout": f"{manifest.converter.get('name')} {manifest.converter.get('version')}",
         "content": manifest.content_id()[:16],
@@ -96,7 +101,7 @@ def corpus_facts(path: Path) -> tuple[Facts, Table]:
             int(published.episodes["length"].sum()),
             nbytes,
             about,
-            keys,
+            tuple(keys),
             _episodes(published),
             tuple(lines_of(manifest.report)),
         ),

@@ -626,6 +626,8 @@ def test_commands_convert_inspect_validate_and_repair(
     assert (code, said["layout"], said["rows"]) == (0, "lerobot", sum(LENGTHS))
     code, said = run("convert", copied, "--to", tmp_path / "px", "--layout", "lerobot-pixels")
     assert (code, said["layout"]) == (0, "lerobot-pixels")
+    (facts,) = [key for key in run("inspect", tmp_path / "data")[1]["keys"] if "top" in key["key"]]
+    assert (facts["dtype"], facts["shape"]) == ("uint8", [32, 48, 3]), facts
     code, said = run("inspect", copied)
     assert (code, said["kind"], said["rows"]) == (0, "table", sum(LENGTHS))
     of_info(lambda info: info.update(total_frames=1))(copied)
