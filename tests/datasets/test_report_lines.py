@@ -86,7 +86,7 @@ def test_episodes_that_are_skipped_for_one_rule_are_one_line(tmp_path, demos):
     data, said = told(demos, tmp_path / "data", on_invalid="skip")
     assert len(data) == 5
     assert said.count("[V20]") == 1
-    assert "skipped: 3, first demo.hdf5: data/demo_0: " in said
+    assert "skipped: 3, first demo.hdf5: data/demo_0: data/demo_0/actions, record 2: " in said
     assert "; also data/demo_2, data/demo_3" in said
     assert len(data.published.manifest.report["skipped"]) == 3
 

@@ -190,7 +190,12 @@ def skipped_lines(skipped: Iterable[dict[str, Any]]) -> list[str]:
         others = [_skipped(entry, is_one) for entry in group[1:]]
         count = f"{len(group):,}, first " if others else ""
         also = f"; also {_listed(others)}" if others else ""
-        lines.append(f"{count}{first['file']}: {first['name']}: {first['why']}{also}")
+        # Most errors begin with the path of the file and the name of the episode.
+        folder, _, rest = first["why"].partition(f"{first['file']}: ")
+        why = (
+            rest.removeprefix(f"{first['name']}: ") if rest and ": " not in folder else first["why"]
+        )
+        lines.append(f"{count}{first['file']}: {first['name']}: {why}{also}")
     return lines
 
 
