@@ -4,7 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <string>
+#include <sstream>
 
 #include "numbers.h"
 
@@ -12,9 +12,12 @@ namespace replaykit {
 
 namespace nb = nanobind;
 
-// Throws an error of Python with a text.
-[[noreturn]] inline void refuse(nb::builtin_exception (*error)(const char*), const std::string& text) {
-  throw error(text.c_str());
+// Throws an error of Python with a text of these parts.
+template <typename... Parts>
+[[noreturn]] void refuse(nb::builtin_exception (*error)(const char*), const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw error(text.str().c_str());
 }
 
 template <typename Pointed>
@@ -69,9 +72,8 @@ class Array {
   [[noreturn]] static void refuse(const char* name, Kind kind, int dimensions) {
     const char* kinds[] = {"an int64", "a contiguous uint8", "a contiguous bool",
                            "a contiguous float64", "a contiguous float32 or float64"};
-    replaykit::refuse(nb::type_error, std::string("expected `") + name + "` as " + kinds[kind] +
-                                          " array of " + std::to_string(dimensions) +
-                                          " dimension(s)");
+    replaykit::refuse(nb::type_error, "expected `", name, "` as ", kinds[kind], " array of ",
+                      dimensions, " dimension(s)");
   }
 
   Py_buffer view_;
@@ -88,8 +90,7 @@ auto released(std::int64_t steps, const Work& work) {
 
 inline void check_length(const char* name, std::int64_t got, std::int64_t expected) {
   if (got == expected) return;
-  refuse(nb::value_error, "expected " + std::to_string(expected) + " entries in `" + name +
-                              "`, got " + std::to_string(got));
+  refuse(nb::value_error, "expected ", expected, " entries in `", name, "`, got ", got);
 }
 
 }  // namespace replaykit

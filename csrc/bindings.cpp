@@ -2,7 +2,6 @@
 #include <nanobind/ndarray.h>
 
 #include <cmath>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,8 +26,7 @@ constexpr std::int64_t kReleaseAbove = 256;
 void check_ranks(const double* ranks, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
     if (std::isnan(ranks[i])) {
-      refuse(nb::value_error, "expected a rank that is a number, got NaN at position " +
-                                  std::to_string(i));
+      refuse(nb::value_error, "expected a rank that is a number, got NaN at position ", i);
     }
   }
 }
@@ -49,8 +47,7 @@ NB_MODULE(_core, m) {
       .def("__init__",
            [](RankHeap* self, std::int64_t capacity) {
              if (capacity < 1) {
-               refuse(nb::value_error, "expected a capacity of at least 1, got " +
-                                           std::to_string(capacity));
+               refuse(nb::value_error, "expected a capacity of at least 1, got ", capacity);
              }
              new (self) RankHeap(capacity);
            })
@@ -83,8 +80,7 @@ NB_MODULE(_core, m) {
              const auto n = static_cast<std::int64_t>(ranks.shape(0));
              check_length("ages", static_cast<std::int64_t>(ages.size()), n);
              if (n > self.capacity()) {
-               refuse(nb::value_error, "expected at most " + std::to_string(self.capacity()) +
-                                           " records, got " + std::to_string(n));
+               refuse(nb::value_error, "expected at most ", self.capacity(), " records, got ", n);
              }
              check_ranks(ranks.data(), n);
              std::vector<RankHeap::Entry> entries;
@@ -92,9 +88,8 @@ NB_MODULE(_core, m) {
              for (std::int64_t i = 0; i < n; ++i) {
                const std::int64_t age = ages.data()[i];
                if (age < 0 || age >= next_age) {
-                 refuse(nb::value_error, "expected ages in [0, " + std::to_string(next_age) +
-                                             "), got " + std::to_string(age) + " at position " +
-                                             std::to_string(i));
+                 refuse(nb::value_error, "expected ages in [0, ", next_age, "), got ", age,
+                        " at position ", i);
                }
                entries.push_back({ranks.data()[i], age, i});
              }

@@ -56,11 +56,9 @@ void bind_ahead(nb::module_& m) {
                                sides);
              });
              if (wrong == n) return;
-             refuse(nb::index_error,
-                    "expected stored rows, and in their episodes at most all of them, got row " +
-                        std::to_string(elements.numbers()[wrong]) + " at time " +
-                        std::to_string(times.numbers()[wrong]) + " of an episode up to " +
-                        std::to_string(lasts.numbers()[wrong]));
+             refuse(nb::index_error, "expected stored rows, up to all of their episodes, got row ",
+                    elements.numbers()[wrong], " at time ", times.numbers()[wrong],
+                    " of an episode up to ", lasts.numbers()[wrong]);
            },
            "Write sums, discounts, step counts and last times; copy fields of the last step.");
 }

@@ -56,8 +56,7 @@ struct Index {
     constexpr std::int64_t limit = std::int64_t{1} << 31;  // sums of such numbers fit into 64 bits
     for (const std::int64_t one : {least, add, below, past, open_future}) {
       if (one < -limit || one > limit) {
-        refuse(nb::value_error, "expected numbers of a law up to 2**31, got " +
-                                std::to_string(one));
+        refuse(nb::value_error, "expected numbers of a law up to 2**31, got ", one);
       }
     }
     if (below < 0 || past < 0 || open_future < 0 || kind < 0 || kind > 2) {
@@ -76,14 +75,13 @@ struct Index {
     const Array numbers(number, "number", Array::kInt64, 1);
     const std::int64_t n = numbers.size();
     const EpisodeSums& found = sums(law, kind);
-    const std::int64_t wrong =
-        released<kReleaseAbove>(
-            n * (4 + length), [&] { return work(found, numbers.numbers(), n); });
+    const std::int64_t wrong = released<kReleaseAbove>(
+        n * (4 + length), [&] { return work(found, numbers.numbers(), n); });
     if (wrong == n) return;
     const std::string windows =
         length == 0 ? "" : " of windows of " + std::to_string(length) + " rows";
-    refuse(nb::index_error, "expected numbers in [0, " + std::to_string(found.total()) + ")" +
-                            windows + ", got " + std::to_string(numbers.numbers()[wrong]));
+    refuse(nb::index_error, "expected numbers in [0, ", found.total(), ")", windows, ", got ",
+           numbers.numbers()[wrong]);
   }
 
   void check_kind(bool pooled) const {
@@ -103,8 +101,8 @@ struct Index {
   void check(const EpisodeColumns& columns, std::int64_t first, std::int64_t until) const {
     check_length("lanes", columns.lanes(), episodes.pooled() ? 1 : episodes.lanes());
     if (first < 0 || first > until || until > columns.slots()) {
-      refuse(nb::index_error, "expected rows in [0, " + std::to_string(columns.slots()) +
-                              "), got " + std::to_string(first) + " to " + std::to_string(until));
+      refuse(nb::index_error, "expected rows in [0, ", columns.slots(), "), got ", first, " to ",
+             until);
     }
   }
 
@@ -117,9 +115,8 @@ void check_numbers(const Array& array, const char* name, std::int64_t least, std
   for (std::int64_t i = 0; i < array.size(); ++i) {
     const std::int64_t one = array.numbers()[i];
     if (one < least || one > most) {
-      refuse(nb::index_error, "expected numbers in [" + std::to_string(least) + ", " +
-                              std::to_string(most) + "] in `" + name + "`, got " +
-                              std::to_string(one));
+      refuse(nb::index_error, "expected numbers in [", least, ", ", most, "] in `", name, "`, got ",
+             one);
     }
   }
 }
@@ -134,8 +131,7 @@ struct Oldest {
     each([&](std::int64_t at, std::int64_t n) {
       const std::int64_t stored = self.episodes.lane(at).hi - self.episodes.lane(at).lo;
       if (n < 0 || n > stored) {
-        refuse(nb::value_error, "expected 0 to " + std::to_string(stored) +
-                                " rows of a stream, got " + std::to_string(n));
+        refuse(nb::value_error, "expected 0 to ", stored, " rows of a stream, got ", n);
       }
       sum += n;
     });
@@ -161,8 +157,7 @@ auto by_element(std::int64_t columns,
     const std::int64_t wrong = released<kReleaseAbove>(
         n, [&] { return (self.episodes.*ask)(elements.numbers(), n, found.out()); });
     if (wrong == n) return;
-    refuse(nb::index_error, "expected elements of stored rows, got " +
-                                std::to_string(elements.numbers()[wrong]));
+    refuse(nb::index_error, "expected elements of stored rows, got ", elements.numbers()[wrong]);
   };
 }
 
@@ -178,9 +173,8 @@ auto by_row(std::int64_t columns,
     const std::int64_t wrong = released<kReleaseAbove>(
         n, [&] { return (episodes.*ask)(times.numbers(), lanes.numbers(), n, found.out()); });
     if (wrong == n) return;
-    refuse(nb::index_error, "expected stored rows, got time " +
-                                std::to_string(times.numbers()[wrong]) + " of lane " +
-                                std::to_string(lanes.numbers()[wrong]));
+    refuse(nb::index_error, "expected stored rows, got time ", times.numbers()[wrong], " of lane ",
+           lanes.numbers()[wrong]);
   };
 }
 
@@ -371,12 +365,10 @@ void bind_episodes(nb::module_& m) {
              self.check_kind(true);
              check_length("target", to.size(), from.size());
              const std::int64_t n = from.size();
-             const std::int64_t wrong =
-                 self.episodes.relocate(from.numbers(), to.numbers(), n);
+             const std::int64_t wrong = self.episodes.relocate(from.numbers(), to.numbers(), n);
              if (wrong == n) return;
-             refuse(nb::index_error, "expected a stored row and a slot without a row, got " +
-                                         std::to_string(from.numbers()[wrong]) + " and " +
-                                         std::to_string(to.numbers()[wrong]));
+             refuse(nb::index_error, "expected a stored row and a slot without a row, got ",
+                    from.numbers()[wrong], " and ", to.numbers()[wrong]);
            },
            "Move rows of a pool to slots without a row.")
       .def("renumber",
@@ -443,9 +435,8 @@ void bind_episodes(nb::module_& m) {
            [](Index& self, const Law& law, nb::handle number, std::int64_t length,
               nb::handle out) {
              if (length < 1 || length > self.episodes.slots()) {
-               refuse(nb::value_error, "expected windows of 1 to " +
-                                           std::to_string(self.episodes.slots()) +
-                                           " rows, got " + std::to_string(length));
+               refuse(nb::value_error, "expected windows of 1 to ", self.episodes.slots(),
+                      " rows, got ", length);
              }
              const auto rows = static_cast<std::int64_t>(nb::len(number)) * length;
              const Answers found(out, 2, rows);

@@ -51,6 +51,9 @@ struct Deferrer {
   bool in_use = false;
 };
 
+// Contexts in a deferring one: signals are handled, end no wait, or wait even if repeated.
+enum Kind { kAllowed, kShields, kSeals };
+
 class Interrupts {
  public:
   void enter() {
@@ -61,13 +64,13 @@ class Interrupts {
 
   void leave() {
     if (depth_ == 0 || !here() || --depth_ > 0) return;
-    allowed_ = shields_ = seals_ = 0;
+    counts_ = {};
     give_back();
   }
 
   // Handles the deferred signals.
   void check() {
-    while (!pending_.empty() && shields_ == 0 && here()) {
+    while (!pending_.empty() && counts_[kShields] == 0 && here()) {
       const int number = pending_.front().number;
       pending_.erase(pending_.begin());
       handle(number, nb::handle(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
@@ -75,29 +78,18 @@ class Interrupts {
   }
 
   void allow() {
-    if (depth_ == 0 || !here()) return;
     check();
-    ++allowed_;
+    begin<kAllowed>();
   }
 
-  void shield() {
-    if (depth_ > 0 && here()) ++shields_;
+  template <Kind kind>
+  void begin() {
+    if (depth_ > 0 && here()) ++counts_[kind];
   }
 
-  void unshield() {
-    if (shields_ > 0 && here()) --shields_;
-  }
-
-  void seal() {
-    if (depth_ > 0 && here()) ++seals_;
-  }
-
-  void unseal() {
-    if (seals_ > 0 && here()) --seals_;
-  }
-
-  void forbid() {
-    if (allowed_ > 0 && here()) --allowed_;
+  template <Kind kind>
+  void end() {
+    if (counts_[kind] > 0 && here()) --counts_[kind];
   }
 
   void defer(int number, nb::handle frame) {
@@ -105,8 +97,9 @@ class Interrupts {
     const auto waits = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& one) { return one.number == number; });
     const bool known = waits != pending_.end();
-    const bool ends = seals_ == 0 && (number == SIGINT || number == SIGTERM);
-    if ((allowed_ > 0 && shields_ == 0) || (known && ends && now - waits->since >= kPatience)) {
+    const bool ends = counts_[kSeals] == 0 && (number == SIGINT || number == SIGTERM);
+    const bool allowed = counts_[kAllowed] > 0 && counts_[kShields] == 0;
+    if (allowed || (known && ends && now - waits->since >= kPatience)) {
       if (known) pending_.erase(waits);
       handle(number, frame);
     } else if (!known) {
@@ -117,7 +110,8 @@ class Interrupts {
   // Drops all state in a forked process, since the deferring code of its parent does not run there.
   void forked() {
     main_ = PyThread_get_thread_ident();
-    depth_ = allowed_ = shields_ = seals_ = 0;
+    depth_ = 0;
+    counts_ = {};
     pending_.clear();
     give_back();
   }
@@ -226,9 +220,7 @@ class Interrupts {
 
   unsigned long main_ = 0;
   long depth_ = 0;
-  long allowed_ = 0;
-  long shields_ = 0;
-  long seals_ = 0;
+  std::array<long, 3> counts_{};  // of the contexts of each kind that are entered
   std::vector<Pending> pending_;
   std::vector<std::pair<int, nb::object>> held_, deferrers_;
   nb::object get_, set_;
@@ -351,10 +343,7 @@ class CommitLock : public Lock {
 
   static void release_with(nb::handle self) {
     auto& lock = nb::cast<CommitLock&>(self);
-    if (!lock.is_owned() || lock.depth() > 1) {
-      lock.release();
-      return;
-    }
+    if (!lock.is_owned() || lock.depth() > 1) return lock.release();
     const auto leave = [&] {
       if (lock.shared_) unlock_file(self);
       lock.released_ = Clock::now();
@@ -427,10 +416,7 @@ void replaykit::bind_interrupts(nb::module_& m) {
   nb::class_<Deferrer>(m, "Deferrer", "The temporary replacement for the handler of a signal.")
       .def("__call__",
            [](const Deferrer& self, int number, nb::handle frame) {
-             if (self.in_use) {
-               interrupts().defer(number, frame);
-               return;
-             }
+             if (self.in_use) return interrupts().defer(number, frame);
              const nb::object handler = self.handler;
              handler(number, frame);
            },
@@ -440,11 +426,11 @@ void replaykit::bind_interrupts(nb::module_& m) {
 
   Context<&Interrupts::enter, &Interrupts::leave>::bind(
       m, "Deferred", "A context in which signals are deferred.");
-  Context<&Interrupts::allow, &Interrupts::forbid>::bind(
+  Context<&Interrupts::allow, &Interrupts::end<kAllowed>>::bind(
       m, "Allowed", "A context inside `Deferred` in which signals are handled.");
-  Context<&Interrupts::shield, &Interrupts::unshield>::bind(
+  Context<&Interrupts::begin<kShields>, &Interrupts::end<kShields>>::bind(
       m, "Shielded", "A context inside `Deferred` in which no signal ends a wait.");
-  Context<&Interrupts::seal, &Interrupts::unseal>::bind(
+  Context<&Interrupts::begin<kSeals>, &Interrupts::end<kSeals>>::bind(
       m, "Sealed", "A context inside `Deferred` in which repeated signals are deferred, too.");
 
   nb::class_<Lock>(m, "Lock",

@@ -3,7 +3,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -37,8 +36,8 @@ std::vector<std::size_t> as_places(const List& numbers, const List& follows) {
 
 Observations::Addresses as_addresses(const Observations& self, const List& addresses) {
   if (addresses.size() != self.width()) {
-    refuse(nb::value_error, "expected an address for each of " + std::to_string(self.width()) +
-                                " leaves, got " + std::to_string(addresses.size()));
+    refuse(nb::value_error, "expected an address for each of ", self.width(), " leaves, got ",
+           addresses.size());
   }
   Observations::Addresses rows;
   rows.reserve(addresses.size());

@@ -1,5 +1,4 @@
 // Python bindings of new goals. The caller has checked the addresses.
-#include <string>
 
 #include "arrays.h"
 #include "bindings.h"
@@ -42,8 +41,8 @@ void bind_relabel(nb::module_& m) {
                              reinterpret_cast<char*>(fresh.bytes_out()));
         });
         if (done == n) return;
-        refuse(nb::index_error, "expected draws of [0, 1) and times 0 <= low <= last, got others in "
-                                "row " + std::to_string(done));
+        refuse(nb::index_error,
+               "expected draws of [0, 1) and times 0 <= low <= last, got others in row ", done);
       },
       "Choose rows; for every row, copy the goal achieved at a time drawn from low .. last.");
 

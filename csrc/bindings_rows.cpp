@@ -3,7 +3,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -119,10 +118,8 @@ void bind_rows(nb::module_& m) {
              for (const Field& field : self.fields()) strides.push_back(field.bytes);
              std::vector<Side> sides = as_sides(self.width(), from, strides);
              if (first < 0 || first >= self.rows() || n < 0 || n > self.rows() || skipped < 0) {
-               refuse(nb::index_error, "expected at most " + std::to_string(self.rows()) +
-                                           " rows from one of as many slots on, got " +
-                                           std::to_string(n) + " from slot " +
-                                           std::to_string(first));
+               refuse(nb::index_error, "expected at most ", self.rows(),
+                      " rows from one of as many slots on, got ", n, " from slot ", first);
              }
              for (Side& side : sides) side.address += skipped * side.stride;
              if (self.overlaps(sides, n)) return false;

@@ -47,7 +47,7 @@ TreeKind kind_of(const std::string& name) {
   if (name == "sum") return TreeKind::kSum;
   if (name == "min") return TreeKind::kMin;
   if (name == "max") return TreeKind::kMax;
-  refuse(nb::value_error, "expected sum, min or max, got " + name);
+  refuse(nb::value_error, "expected sum, min or max, got ", name);
 }
 
 const TreeKernels& kernels_of(const std::string& kernel, TreeKind kind, bool doubles) {
@@ -55,7 +55,7 @@ const TreeKernels& kernels_of(const std::string& kernel, TreeKind kind, bool dou
   if (kernel == "avx512" && has_avx512()) return avx512_kernels(kind, doubles);
 #endif
   if (kernel == "portable") return portable_kernels(kind, doubles);
-  refuse(nb::value_error, "expected a kernel that this processor runs, got " + kernel);
+  refuse(nb::value_error, "expected a kernel that this processor runs, got ", kernel);
 }
 
 // A view of a tree. It does not own the memory. The caller keeps the memory alive.
@@ -64,12 +64,8 @@ class SegmentTree {
   SegmentTree(const std::string& kind, bool doubles, const std::string& kernel,
               std::uintptr_t leaves, std::uintptr_t nodes, std::int64_t capacity)
       : kernels_(kernels_of(kernel, kind_of(kind), doubles)) {
-    if (capacity < 1) {
-      refuse(nb::value_error, "expected a capacity of at least 1, got " + std::to_string(capacity));
-    }
-    if (leaves % 64 != 0 || nodes % 64 != 0) {
-      throw nb::value_error("expected memory aligned to 64 bytes");
-    }
+    if (capacity < 1) refuse(nb::value_error, "expected a capacity of at least 1, got ", capacity);
+    if ((leaves | nodes) % 64 != 0) throw nb::value_error("expected memory aligned to 64 bytes");
     tree_ = {at<void>(leaves), at<void>(nodes), levels_of(capacity),
              doubles ? DBL_MAX / static_cast<double>(capacity) : FLT_MAX};
   }

@@ -26,8 +26,7 @@ class HeldCommits {
 
  private:
   const Array& held(nb::handle array, const char* name, int dimensions, bool written) {
-    arrays_.push_back(
-        std::make_unique<Array>(array, name, Array::kUint8, dimensions, written));
+    arrays_.push_back(std::make_unique<Array>(array, name, Array::kUint8, dimensions, written));
     return *arrays_.back();
   }
 

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "arrays.h"
@@ -19,10 +18,8 @@ inline char* as_address(std::int64_t number) { return reinterpret_cast<char*>(nu
 inline std::vector<Side> as_sides(std::int64_t width, const List& addresses, const List& strides) {
   const auto count = static_cast<std::size_t>(width);
   if (addresses.size() != count || strides.size() != count) {
-    refuse(nb::value_error, "expected an address and a stride for each of " +
-                                std::to_string(width) + " fields, got " +
-                                std::to_string(addresses.size()) + " and " +
-                                std::to_string(strides.size()));
+    refuse(nb::value_error, "expected an address and a stride for each of ", width, " fields, got ",
+           addresses.size(), " and ", strides.size());
   }
   std::vector<Side> sides;
   sides.reserve(count);
@@ -47,8 +44,8 @@ inline void check_positions(const List& index, std::int64_t limit) {
   const auto n = static_cast<std::int64_t>(index.size());
   const std::int64_t wrong = Table::first_outside(index.data(), n, limit);
   if (wrong == n) return;
-  refuse(nb::index_error, "expected rows in [0, " + std::to_string(limit) + "), got " +
-                              std::to_string(index[static_cast<std::size_t>(wrong)]));
+  refuse(nb::index_error, "expected rows in [0, ", limit, "), got ",
+         index[static_cast<std::size_t>(wrong)]);
 }
 
 // Returns a checked copy of the index. A copy is necessary because other threads may write to the
@@ -63,8 +60,7 @@ inline List checked_index(std::int64_t address, std::int64_t n, std::int64_t lim
 
 inline std::int64_t checked_limit(const Table& table, std::int64_t limit) {
   if (limit >= 0 && limit <= table.rows()) return limit;
-  refuse(nb::value_error, "expected at most " + std::to_string(table.rows()) + " rows, got " +
-                              std::to_string(limit));
+  refuse(nb::value_error, "expected at most ", table.rows(), " rows, got ", limit);
 }
 
 }  // namespace replaykit

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from replaykit.keywords import expect
 from replaykit.native import MOST_MOMENTS, moments
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.structure import Path
