@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -262,6 +263,37 @@ class EpisodeIndex:
     def leave_ring(self) -> None:
         """Note that rows do not lie in a ring any more, up to the present place in the log."""
         self._place, self._is_ring = self._storage.ledger.place_in_log, False
+
+    def follow_moves(self, slots: Array, before: int) -> None:
+        """Index the streams again that have or had rows in slots, int64 ``[K]``, distinct.
+
+        All other rows are in the index, which had the rows of slots below ``before``. No stream is
+        cut without a flag. Cost: O(rows of these streams).
+        """
+        ledger, pool = self._storage.ledger, self._streams
+        assert self.key is not None
+        try:
+            now = slots[slots < ledger.length]
+            lanes = pool.place(slots[slots < before])[1]
+            given = self._columns[self.key][torch.from_numpy(now)]
+            found = pool.ranks(np.unique(stream_keys(given)))
+            lanes = np.unique(np.concatenate([lanes, found[found >= 0]]))
+            keys, sizes = self.keys(lanes), self.sizes()[lanes]
+            stay = pool.oldest(keys, sizes)
+            slots = np.concatenate([stay[~np.isin(stay, slots)], now])
+            pool.drop_oldest(keys, sizes, forget=True)
+            row_ids = self._row_ids(slots)
+            order = row_ids.argsort()
+            slots, row_ids = slots[order], row_ids[order]
+            at = torch.from_numpy(slots)
+            leaves = {path: self._columns[path][at] for path in self.bound.paths}
+            heads = partial(known_heads, self._new(0), 0, self._storage.indexes, self.rule)
+            self._append_leaves(leaves, slots, row_ids, heads=heads)
+        except BaseException:
+            self._edited = True  # the next use indexes all rows again
+            raise
+        self._noted, self._changes = ledger.next_position, ledger.changes
+        self.leave_ring()
 
     def _append_placed(self, behind: int) -> None:
         """Index the newest ``behind`` rows, which another process wrote by stream."""

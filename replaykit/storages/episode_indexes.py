@@ -247,6 +247,21 @@ class EpisodeIndexes:
         current = self.seen == ledger.log.number and main.indexed_until == ledger.next_position
         return main if current else None
 
+    def complete(self) -> bool:
+        """Return whether the default index is the only one, and has all rows of streams."""
+        main, ledger = self._main, self.storage.ledger
+        if main is None or self._has_others or main.in_ring or not ledger.length:
+            return False
+        return main.indexed_until == ledger.next_position
+
+    def follow_moves(self, slots: Array, before: int) -> None:
+        """Follow moves of another process in a ``complete`` index, unless streams are cut.
+
+        See ``EpisodeIndex.follow_moves``.
+        """
+        if self._main is not None and self.storage.ledger.by_stream and not len(self.marks.numbers):
+            self._main.follow_moves(slots, before)
+
     def replaced_run(self, gone: list[Any], key: Any, slot: int, count: int) -> None:
         """Follow a committed change of the ``only_current`` index; see ``replace_run``."""
         assert self._main is not None

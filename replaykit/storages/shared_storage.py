@@ -64,9 +64,10 @@ Array = np.ndarray[Any, Any]
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """True if processors see each other's stores in order; else reads take the lock."""
 
-_PLACED, _MOVED, _EDITED, _COLUMNS = 1, 2, 3, 1 << 10
+_PLACED, _MOVED, _EDITED, _REMOVED, _COLUMNS = 1, 2, 3, 4, 1 << 10
 """Numbers in the shared log for rows written by stream, for other changes of the order of rows, for
-edits of any column, and for edits of the first column. All other numbers are those of priorities.
+edits of any column, for removals, and for edits of the first column. All other numbers are those of
+priorities.
 """
 
 _NO_ELEMENTS = np.zeros(0, np.int64)
@@ -364,13 +365,15 @@ class Sharing:
         columns = storage._columns
         if isinstance(columns, DedupColumns):
             columns.outdate(ledger, -1 if since is None else ledger.log.number)
-        moved = since is None or _MOVED in since
+        moved = since is None or _MOVED in since or _REMOVED in since
+        outdated = None if since is None else self._outdated_slots(storage, since, state)
+        length = ledger.length
         removed = reset or bool(self.signs[REMOVED] > known)
         ledger.follow(*state.ledger(), moved=moved, removed=removed, placed=placed)
         if since is not None:
             self._follow_edits(storage, since)
         changed = since is None or any(
-            number in (_MOVED, _EDITED) or number >= _COLUMNS for number in since
+            number in (_MOVED, _EDITED, _REMOVED) or number >= _COLUMNS for number in since
         )
         if changed or before is None or not state.only_moved(before):
             indexes.follow(state.marks, state.codes, reset=reset)
@@ -379,10 +382,28 @@ class Sharing:
         indexes.heads_from = self._heads
         self._logged_at(rows_logged, logged)
         self._follow_counts(state)
+        if outdated is not None:
+            indexes.follow_moves(outdated, length)
         for place, counts in enumerate(state.priorities[: len(self.recovery.samplers)]):
             at = None if since is None else since.get(Tables.PRIORITIES + place, _NO_ELEMENTS)
             found = self.recovery.committed_priorities(place, at)
             self.recovery.samplers[place].follow(found, counts)
+
+    @staticmethod
+    def _outdated_slots(
+        storage: LazyTensorStorage, since: dict[int, Array | None], state: CommittedState
+    ) -> Array | None:
+        """Return the slots that have other rows after removals; None if any slot may have.
+
+        A ``complete`` index can follow such changes. The ledger has not followed ``state`` yet.
+        """
+        ledger = storage.ledger
+        placed, moved = since.get(_PLACED, _NO_ELEMENTS), since.get(_REMOVED)
+        # The log has no writes at the cursor that came before the first write by stream.
+        whole = _MOVED in since or ledger.in_order or state.cleared != ledger.cleared
+        if whole or placed is None or moved is None or not storage.indexes.complete():
+            return None
+        return np.unique(np.concatenate([placed, moved, np.arange(state.length, ledger.length)]))
 
     def _follow_edits(self, storage: LazyTensorStorage, since: dict[int, Array | None]) -> None:
         """Record the edits of other processes in this process's log."""
@@ -518,7 +539,11 @@ class Sharing:
             elif change.kind is ChangeKind.EDIT:
                 numbers = (_COLUMNS + columns.index(path) for path in change.columns or ())
                 found.extend((number, slots) for number in numbers)
-            elif change.kind in (ChangeKind.MOVE, ChangeKind.REMOVE) or (
+            elif change.removal is not None:
+                # The last slots may have no row now, although none has moved.
+                source, target, length = change.removal
+                found.append((_REMOVED, np.concatenate([source, target, [length]])))
+            elif change.kind is ChangeKind.MOVE or (
                 change.kind is ChangeKind.PLACE and not ledger.by_stream
             ):
                 found.append((_MOVED, None))
