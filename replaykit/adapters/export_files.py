@@ -195,8 +195,8 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
 
     If a write fails, as on a full disk, HDF5 later ends the process with a segmentation fault. So
     it gets a file whose writes never fail. Signals wait for the function, also repeated ones. A
-    handler that raises during a write would make it fail, too. HDF5 may read again what was not
-    written, and raise an error about damage. The error of the write replaces that error.
+    handler that raises during a write would make it fail, too. If HDF5 reads bytes that were not
+    written, it raises an error about damage. The error of the write replaces that error.
     """
     import h5py
 
