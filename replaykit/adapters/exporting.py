@@ -25,7 +25,7 @@ from replaykit.adapters.exported_episodes import (
     nested_values,
 )
 from replaykit.buffer import ReplayBuffer
-from replaykit.errors import SchemaError
+from replaykit.errors import SchemaError, import_extra
 from replaykit.filesystem import replace_file
 from replaykit.ted import Key
 
@@ -90,14 +90,10 @@ def to_minari(
         >>> dataset.total_episodes, dataset.total_steps == len(rb)
         (2, True)
     """
-    try:
-        import minari
-        from minari.dataset.minari_storage import MinariStorage
-        from minari.storage.datasets_root_dir import get_dataset_path
-    except ImportError as error:
-        raise ImportError(
-            "to_minari needs minari, which is not installed; run pip install 'replaykit[minari]'"
-        ) from error
+    minari = import_extra("minari", "to_minari needs minari", "minari")
+    from minari.dataset.minari_storage import MinariStorage
+    from minari.storage.datasets_root_dir import get_dataset_path
+
     match = _MINARI_ID.fullmatch(dataset_id) if isinstance(dataset_id, str) else None
     if match is None:
         raise ValueError(
@@ -185,14 +181,11 @@ def to_d3rlpy(
         >>> dataset.size(), dataset.transition_count, dataset.dataset_info.action_size
         (1, 8, 2)
     """
-    try:
-        from d3rlpy.constants import ActionSpace
-        from d3rlpy.dataset import Episode, InfiniteBuffer, Signature
-        from d3rlpy.dataset import ReplayBuffer as D3rlpyReplayBuffer
-    except ImportError as error:
-        raise ImportError(
-            "to_d3rlpy needs d3rlpy, which is not installed; run pip install 'replaykit[d3rlpy]'"
-        ) from error
+    import_extra("d3rlpy", "to_d3rlpy needs d3rlpy", "d3rlpy")
+    from d3rlpy.constants import ActionSpace
+    from d3rlpy.dataset import Episode, InfiniteBuffer, Signature
+    from d3rlpy.dataset import ReplayBuffer as D3rlpyReplayBuffer
+
     source = ExportSource(data, "d3rlpy")
     action = source.only_leaf(ACTION)
     if len(action.shape) > 1:

@@ -20,6 +20,7 @@ from replaykit.adapters.exported_episodes import (
     ExportSource,
 )
 from replaykit.buffer import ReplayBuffer
+from replaykit.datasets.encoded_frames import image_module, video_module
 from replaykit.datasets.families.lerobot_files import INFO, Feature, arrow, values_of
 from replaykit.errors import SchemaError
 from replaykit.ted import Key, format_key
@@ -429,7 +430,7 @@ def _quantile(percent: int) -> str:
 
 
 def _encoded(images: Array) -> Iterator[bytes]:
-    image = _pillow()
+    image = image_module()
     for each in images:
         file = io.BytesIO()
         image.fromarray(each).save(file, "PNG", compress_level=1)
@@ -437,27 +438,12 @@ def _encoded(images: Array) -> Iterator[bytes]:
 
 
 def _decoded(content: bytes) -> Array:
-    return np.asarray(_pillow().open(io.BytesIO(content)))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "images need pillow, which is not installed; run pip install 'replaykit[images]'"
-        ) from error
-    return Image
+    return np.asarray(image_module().open(io.BytesIO(content)))
 
 
 def _encode(path: Path, frames: Array, fps: int) -> None:
     """Write the images of an episode as an MP4 file, where frame ``i`` has the time ``i / fps``."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(
-            "videos need av, which is not installed; run pip install 'replaykit[lerobot]'"
-        ) from error
+    av = video_module()
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as file:
         # Every second frame is a key frame, as in LeRobot's own videos, so random reads are fast.

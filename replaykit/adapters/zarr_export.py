@@ -13,7 +13,7 @@ import numpy as np
 from replaykit.adapters.export_files import export_to
 from replaykit.adapters.exported_episodes import OBSERVATION, Array, ExportSource
 from replaykit.buffer import ReplayBuffer
-from replaykit.datasets.families.zarr_arrays import key_of
+from replaykit.datasets.families.zarr_arrays import key_of, zarr_module
 from replaykit.interrupts import check, deferred
 from replaykit.ted import Key
 
@@ -73,13 +73,9 @@ def to_zarr(
         >>> group["data/state"].shape, group["meta/episode_ends"][:]
         ((8, 2), array([8]))
     """
-    try:
-        import zarr
-        from numcodecs import Blosc
-    except ImportError as error:
-        raise ImportError(
-            "to_zarr needs zarr, which is not installed; run pip install 'replaykit[zarr]'"
-        ) from error
+    zarr = zarr_module()
+    from numcodecs import Blosc
+
     source = ExportSource(data, "Zarr", whole=False)
     names, images = source.table_names(_name)
     target = Path(path).expanduser()

@@ -38,7 +38,7 @@ def video_module() -> Any:
     Raises:
         ImportError: PyAV is not installed.
     """
-    return import_extra("av", "reading videos needs PyAV", "lerobot")
+    return import_extra("av", "videos need PyAV", "lerobot")
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def image_module() -> Any:
     Raises:
         ImportError: Pillow is not installed. The message has the install command.
     """
-    return import_extra("PIL.Image", "reading encoded images needs Pillow", "images")
+    return import_extra("PIL.Image", "encoded images need Pillow", "images")
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -515,14 +515,7 @@ def test_a_part_of_a_data_set_is_exported_alone(cartpole, tmp_path):
 
 @pytest.mark.parametrize("library", ["minari", "d3rlpy"])
 def test_missing_libraries_are_named(library, cartpole, monkeypatch, tmp_path):
-    inner = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == library:
-            raise ImportError(name)
-        return inner(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, library, None)
     call = exports(tmp_path)[["minari", "d3rlpy"].index(library)]
     with pytest.raises(ImportError, match=rf"pip install 'replaykit\[{library}\]'"):
         call(cartpole)

@@ -160,5 +160,5 @@ def test_runs_take_each_row_to_its_record():
 
 def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ImportError, match=r"needs Pillow.*pip install 'replaykit\[images\]'"):
+    with pytest.raises(ImportError, match=r"need Pillow.*pip install 'replaykit\[images\]'"):
         image_module()
