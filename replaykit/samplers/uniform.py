@@ -189,6 +189,11 @@ class SamplerWithoutReplacement(Sampler):
                 count = eligible_records(storage, self.needs).count
         return count >= (batch_size if self.drop_last else 1)
 
+    def about_to_write(self) -> None:
+        """Note the latest removal, so that a loaded pass notices the next one."""
+        if self._removed == -1 and self.owner is not None:
+            self._removed = self.owner.storage.ledger.log.removed
+
     def empty(self) -> None:
         super().empty()
         self._remaining, self._length, self._whole_as_of, self._begun = None, 0, None, False
