@@ -48,13 +48,24 @@ def can_sample(combination: Combination, model: Model, consumer_version: int) ->
     """Return whether a batch can be drawn."""
     if not combination.columns and refused_reads(combination):
         return False
+    if combination.sampler == "sequential slices":
+        return bool(model.windows_by_age(SLICE))
     if combination.windows:
-        return bool(model.windows(SLICE))
+        return bool(allowed_windows(combination, model))
     if combination.sampler == "consuming":
         return bool(model.drawable())
     if combination.sampler == "staleness":
         return bool(young(model, consumer_version))
     return len(model) > 0
+
+
+def allowed_windows(combination: Combination, model: Model) -> list[list[int]]:
+    """Return the windows that a sampler of slices may draw."""
+    windows = model.windows(SLICE)
+    if combination.sampler != "tagged slices":
+        return windows
+    episodes = [model.episode_of(window[0]) for window in windows]
+    return [w for w, tag in zip(windows, model.tags_of(episodes), strict=True) if tag == 1]
 
 
 def refused_reads(combination: Combination) -> bool:
@@ -141,7 +152,7 @@ class BatchCheck:
         model = self.model
         count = len(self.slots) // SLICE
         windows = [self.slots[at * SLICE : (at + 1) * SLICE] for at in range(count)]
-        allowed = model.windows(SLICE)
+        allowed = allowed_windows(self.combination, model)
         for window in windows:
             assert window in allowed, f"{window} is no window of an episode"
         ids = [at // SLICE for at in range(len(self.slots))]
@@ -160,8 +171,33 @@ class BatchCheck:
             passes.take(taken, lambda: {tuple(episode) for episode in episodes}, of)
             return
         assert count == size // SLICE, f"{count} slices"
+        if self.combination.ordered:
+            self._in_order(windows, passes)
         if self.combination.prioritized:
             self._weights([slot for w in windows for slot in [w[0]] * SLICE], model.stored())
+
+    def _in_order(self, windows: list[list[int]], passes: Pass) -> None:
+        """Compare windows with the next ones in the order of age."""
+        model = self.model
+        order = model.windows_by_age(SLICE)
+        if self.combination.sampler == "round robin slices":
+            model.find_begins()
+            ages = sorted({model[window[0]].begin for window in model.windows(SLICE)})
+            order = [((age, 0), []) for age in ages]
+        place = passes.place
+        for row in map(model.row_in, range(model.capacity)):  # edits move ends of episodes
+            if order[0][1] and row is not None and row.number == passes.first:
+                place = row.begin, row.step
+        start = sum(key <= place for key, _ in order)
+        wanted = [order[(start + at) % len(order)] for at in range(len(windows))]
+        passes.place, passes.first = wanted[-1][0], model[windows[-1][0]].number
+        if self.combination.sampler == "sequential slices":
+            expected = [window for _, window in wanted]
+            assert windows == expected, f"expected the windows {expected}, got {windows}"
+            return
+        found = [model[window[0]].begin for window in windows]
+        ages = [key[0] for key, _ in wanted]
+        assert found == ages, f"expected windows of the episodes {ages}, got {found}"
 
     def _sequences(self, found: dict[str, np.ndarray], size: int) -> None:
         model, batch, width = self.model, self.batch, BEFORE + SLICE

@@ -14,6 +14,9 @@ import torch
 
 from replaykit import (
     ConsumingSampler,
+    Coverage,
+    EpisodeData,
+    EpisodeWriter,
     ImmutableDatasetWriter,
     LaneWriter,
     LazyMemmapStorage,
@@ -45,6 +48,12 @@ SLICE, BEFORE, STEPS, GAMMA = 2, 1, 2, 0.5
 ALPHA, BETA, EPS = 0.7, 0.5, 0.25
 USES, STALE = 2, 6
 
+
+def has_mark(episodes: EpisodeData) -> Any:
+    """Return whether episodes have the tag 1."""
+    return (episodes["mark"] if "mark" in episodes else episodes.length * 0) == 1
+
+
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": RandomSampler,
     "pass": SamplerWithoutReplacement,
@@ -54,15 +63,22 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "prioritized slices": lambda: PrioritizedSliceSampler(
         alpha=ALPHA, beta=BETA, eps=EPS, slice_len=SLICE
     ),
+    "sequential slices": lambda: SliceSampler(slice_len=SLICE, draw="sequential"),
+    "round robin slices": lambda: SliceSampler(slice_len=SLICE, draw="round_robin"),
+    "tagged slices": lambda: SliceSampler(slice_len=SLICE, where=has_mark),
+    "covering slices": lambda: SliceSampler(slice_len=SLICE, measure=Coverage(2.0)),
     "sequences": RandomSampler,
     "prioritized sequences": lambda: PrioritizedSampler(alpha=ALPHA, beta=BETA, eps=EPS),
     "consuming": lambda: ConsumingSampler(USES),
     "staleness": lambda: StalenessAwareSampler(max_staleness=STALE, version_key="version"),
 }
+FEWER = ("sequential slices", "round robin slices", "tagged slices", "covering slices")
+"""Samplers that programs run with fewer of the other parts."""
 WRITERS: dict[str, Callable[[], Any]] = {
     "ring": lambda: RoundRobinWriter(track_generations=True),
     "lanes": lambda: LaneWriter(RING, track_generations=True),
     "best": lambda: TensorDictMaxValueWriter("rank"),
+    "episodes": lambda: EpisodeWriter(track_generations=True),
     "immutable": ImmutableDatasetWriter,
 }
 
@@ -116,6 +132,16 @@ class Combination:
         return "sequences" in self.sampler
 
     @property
+    def ordered(self) -> bool:
+        """True if the sampler draws windows or episodes in the order of age."""
+        return self.sampler in ("sequential slices", "round robin slices")
+
+    @property
+    def remembers(self) -> bool:
+        """True if each process has a sampler that remembers its draws."""
+        return self.passes or self.ordered or self.sampler == "covering slices"
+
+    @property
     def passes(self) -> bool:
         return "pass" in self.sampler
 
@@ -127,6 +153,8 @@ class Combination:
             streams=self.layout == "lane_key",
             ring=RING if self.writer == "lanes" else None,
             best=self.writer == "best",
+            ages=self.ordered,
+            episodic=self.writer == "episodes",
             uses=USES if self.sampler == "consuming" else None,
             gamma=GAMMA if self.returns else None,
         )
@@ -194,6 +222,10 @@ def combinations() -> Iterator[Combination]:
         for writer, sampler, shared, prefetch, n_step in itertools.product(
             WRITERS, SAMPLERS, [False, True], [0, 2], [False, True]
         ):
+            few = n_step or writer in ("best", "immutable") or storage not in ("lazy", "memmap")
+            refused = writer == "episodes" and layout == "flat" and storage != "lazy"
+            if refused or (few and sampler in FEWER):
+                continue
             made = Combination(
                 storage, layout, writer, sampler, shared, recover, dedup, prefetch, n_step
             )
@@ -204,7 +236,7 @@ def combinations() -> Iterator[Combination]:
 
 def _stores_returns(c: Combination) -> bool:
     """Return whether programs run the combination with a `ReturnToGo`, too."""
-    ordered = c.writer in ("ring", "lanes") and c.sampler != "consuming"
+    ordered = c.writer in ("ring", "lanes", "episodes") and c.sampler != "consuming"
     return c.storage in ("lazy", "memmap") and ordered and not c.n_step
 
 
@@ -260,12 +292,20 @@ REFUSALS = [
         "expected a LazyTensorStorage or LazyMemmapStorage for shared=True",
     ),
     Refusal(
-        lambda c: c.shared and c.writer not in ("ring", "lanes"),
+        lambda c: c.shared and c.writer not in ("ring", "lanes", "episodes"),
         "expected a RoundRobinWriter, LaneWriter or EpisodeWriter for shared=True",
     ),
     Refusal(
         lambda c: c.writer == "lanes" and c.layout != "lane_key",
         "a LaneWriter expected a tensor or memmap storage with lane_key=",
+    ),
+    Refusal(
+        lambda c: c.writer == "episodes" and c.layout != "lane_key",
+        "EpisodeWriter expected a tensor or memmap storage with lane_key=",
+    ),
+    Refusal(
+        lambda c: c.writer == "episodes" and c.shared and c.dedup,
+        "EpisodeWriter expected no shared storage with dedup_next=",
     ),
     Refusal(
         lambda c: c.writer == "best" and c.lanes > 1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 Values = dict[str, Any]
@@ -53,6 +54,12 @@ class Row:
     priority: float
     draws: int = 0
     """How often a `ConsumingSampler` has drawn the row."""
+    taken: bool = False
+    """True if `take` has returned the row."""
+    begin: int = -1
+    """The row id of the first row of its episode, which may no longer be stored."""
+    step: int = 0
+    """The number of rows of its episode before it, with rows that are lost."""
 
 
 @dataclass
@@ -72,6 +79,14 @@ class Model:
     """How often each row may be drawn, with a `ConsumingSampler`."""
     gamma: float | None = None
     """The discount of stored returns, with a `ReturnToGo`."""
+    tags: dict[int, int] = field(default_factory=dict)
+    """The tag of each episode that has one, by the row id of its first row."""
+    ages: bool = False
+    """True if a sampler needs the beginnings of all episodes."""
+    by_hand: bool = False
+    """True if rows were placed by hand, or by rank, since the buffer was empty."""
+    episodic: bool = False
+    """True if an `EpisodeWriter` stores whole episodes, and evicts the oldest."""
 
     slots: list[Row | None] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
@@ -101,8 +116,133 @@ class Model:
         made = copy.copy(self)
         made.slots = [copy.copy(row) for row in self.slots]
         made.generations, made.free = list(self.generations), list(self.free)
-        made.newest, made.cuts = dict(self.newest), set(self.cuts)
+        made.newest, made.cuts, made.tags = dict(self.newest), set(self.cuts), dict(self.tags)
         return made
+
+    # -- tags ------------------------------------------------------------------------------------
+
+    def find_begins(self) -> None:
+        """Find the first row of each episode, before it is lost."""
+        numbers = {self[slot].number for slot in self.stored()}
+        for episode in self.episodes():
+            first = self[episode[0]]
+            if first.begin < 0 or first.before in numbers:
+                first.begin, first.step = first.number, 0
+            for at, slot in enumerate(episode):
+                self[slot].begin, self[slot].step = first.begin, first.step + at
+
+    def tag(self, slots: Iterable[int], values: Iterable[int]) -> None:
+        """Set the tags of the episodes of rows."""
+        self.find_begins()
+        for slot, value in zip(slots, values, strict=True):
+            self.tags[self[slot].begin] = value
+
+    def tags_of(self, episodes: list[list[int]]) -> list[int]:
+        """Return the tags of episodes, 0 for those without one."""
+        self.find_begins()
+        return [self.tags.get(self[episode[0]].begin, 0) for episode in episodes]
+
+    # -- queues and capacities -------------------------------------------------------------------
+
+    def queues(self) -> dict[int, list[int]]:
+        """Return the slots of the rows of each stream that were not taken, the oldest row first."""
+        streams = 0 if self.streams or not len(self) else self.lanes
+        found: dict[int, list[int]] = {stream: [] for stream in range(streams)}
+        for slot in sorted(self.stored(), key=lambda slot: self[slot].number):
+            row, key = self[slot], self[slot].stream if self.streams or self.lanes > 1 else 0
+            if not row.taken:
+                found.setdefault(key, []).append(slot)
+        return dict(sorted(found.items()))
+
+    def remove(self, slots: Iterable[int]) -> None:
+        """Remove rows. Rows of the last slots move to the free slots."""
+        holes, top = sorted(slots), len(self)
+        self.find_begins()
+        length = top - len(holes)
+        last = [slot for slot in range(length, top) if slot not in holes]
+        for slot, source in zip([slot for slot in holes if slot < length], last, strict=True):
+            self._move(source, slot)
+        for slot in range(length, top):
+            self.slots[slot] = None
+            self.generations[slot] = self.generations[slot].later()
+
+    def _move(self, source: int, target: int) -> None:
+        row = self.slots[target] = self[source]
+        row.generation = self.generations[target].later()
+        self.generations[target] = row.generation.later().following()
+
+    def kept_episodes(self, slots: int) -> list[int]:
+        """Return the rows that are left if the oldest episodes leave until the others fit."""
+        kept = sorted(self.stored(), key=lambda slot: self[slot].number)
+        while len(kept) > slots:
+            kept = [slot for slot in kept if self[slot].stream != self[kept[0]].stream]
+        return kept
+
+    def fit(self, slots: int) -> None:
+        """Move rows as a load into another capacity does."""
+        if slots == self.capacity:
+            return
+        kept = None
+        if self.episodic:  # the newest episodes that fit
+            kept, left = [], slots
+            newest = sorted(self.stored(), key=lambda slot: -self[slot].number)
+            for stream in dict.fromkeys(self[slot].stream for slot in newest):
+                rows = [slot for slot in newest if self[slot].stream == stream]
+                left -= len(rows)
+                kept += rows if left >= 0 else []
+        if self.ring is not None:  # the same number of rows of each stream
+            streams: dict[int, list[int]] = {}
+            for slot in sorted(self.stored(), key=lambda slot: -self[slot].number):
+                streams.setdefault(self[slot].stream, []).append(slot)
+            most = range(self.ring, -1, -1)
+            found = ([slot for rows in streams.values() for slot in rows[:n]] for n in most)
+            kept = next(slots_ for slots_ in found if len(slots_) <= slots) or None
+        self.resize(slots, kept, loads=True)
+        for slot in self.stored():  # other buffers may have given these generations to other rows
+            self[slot].generation, self.generations[slot] = Generation(0), Generation(1)
+
+    def resize(self, slots: int, kept: list[int] | None = None, *, loads: bool = False) -> int:
+        """Change the capacity; return the number of rows that leave.
+
+        Args:
+            kept: the slots of the rows that stay, if not the newest ones, or those of best rank.
+            loads: True for a load into another capacity.
+        """
+        before = len(self)
+        self.find_begins()
+        if kept is None:
+            kept = sorted(self.stored(), key=lambda slot: self[slot].number)
+            if self.best:
+                kept.sort(key=lambda slot: -self[slot].values["rank"])
+            kept = sorted(kept[:slots] if self.best else kept[-slots:])
+        moves = loads or len(kept) < before or (self.ring is None and not self.episodic)
+        if moves:
+            kept.sort(key=lambda slot: self[slot].number)
+            for slot in (
+                [] if self.ring or self.episodic else self.stored()
+            ):  # gaps no longer follow
+                row = self[slot]
+                after = [at for at in self.stored() if self[at].before == row.number]
+                if row.number != self.newest[row.stream] and not (
+                    after and self._in_one_run(slot, after[0])
+                ):
+                    self.cuts.add((row.stream, row.number))
+        old, stay = self.slots, set(kept)
+        free = [slot for slot in self.free if slot in stay]
+        self.slots = [None] * slots
+        while len(self.generations) < slots:
+            self.generations.append(Generation(0))
+        for slot, source in enumerate(kept):
+            row = self.slots[slot if moves else source] = old[source]
+            if moves and slot != source:
+                row.generation = self.generations[slot].later()
+                self.generations[slot] = row.generation.later().following()
+        for slot in range(len(self.generations)):
+            if slot >= slots or self.slots[slot] is None:
+                self.generations[slot] = self.generations[slot].later()
+        self.free = [kept.index(slot) for slot in free] if moves else free
+        self.capacity, self.cursor = slots, len(kept) // self.lanes * self.lanes % slots
+        return before - len(kept)
 
     # -- what is stored --------------------------------------------------------------------------
 
@@ -113,6 +253,15 @@ class Model:
         row = self.slots[slot]
         assert row is not None, f"the model has no row in slot {slot}"
         return row
+
+    def row_in(self, slot: int) -> Row | None:
+        """Return the row of a slot, which may be one of an earlier capacity."""
+        return self.slots[slot] if slot < len(self.slots) else None
+
+    def has(self, slot: int, generation: int) -> bool:
+        """Return whether the row of a handle is stored."""
+        row = self.row_in(slot)
+        return row is not None and row.generation.known == generation
 
     def stored(self) -> list[int]:
         """Return the slots that hold rows."""
@@ -131,9 +280,11 @@ class Model:
         a later row of the same call replaces.
         """
         found: list[int] = []
+        rows = list(rows)
+        holes = self._evict(rows) if self.episodic else []
         default = self.highest_priority
         for position, values in enumerate(rows):
-            slot = self._slot_for(values)
+            slot = holes.pop(0) if holes else self._slot_for(values)
             if self.gamma is not None:
                 values = {**values, "return": 0.0, "valid": False}
             priority = default if priorities is None else priorities[position]
@@ -142,12 +293,27 @@ class Model:
             if self.best:
                 found = [-1 if earlier == slot else earlier for earlier in found]
             found.append(slot)
+        if holes:
+            self.remove(holes)
+        if self.episodic:
+            for values in rows:
+                self.cut(values["env"])
         if priorities is not None:
             kept = [p for p, slot in zip(priorities, found, strict=True) if slot >= 0]
             self.highest_priority = max([default, *kept])
         if self.gamma is not None:
             self._store_returns(self.gamma)
         return found
+
+    def _evict(self, rows: list[Values]) -> list[int]:
+        """Evict the oldest episodes for new rows; return the slots that are free then."""
+        need, holes = len(rows) - (self.capacity - len(self)), list[int]()
+        oldest = sorted(self.stored(), key=lambda slot: self[slot].number)
+        for stream in dict.fromkeys(self[slot].stream for slot in oldest):
+            if len(holes) >= need:
+                break
+            holes += [slot for slot in oldest if self[slot].stream == stream]
+        return sorted(holes)
 
     def _store_returns(self, gamma: float) -> None:
         """Store the returns of terminated episodes that have none; of all if rows have changed."""
@@ -170,6 +336,8 @@ class Model:
             return self._stream_slot(values["env"])
         if self.free:
             return self.free.pop(0)
+        if self.episodic:
+            return len(self)
         slot = self.cursor
         self.cursor = (self.cursor + 1) % self.capacity
         return slot
@@ -191,11 +359,19 @@ class Model:
     def place(self, slot: int, values: Values, priority: float | None = None) -> None:
         """Write one row into a slot."""
         stream = values["env"] if self.streams else slot % self.lanes
+        begin, step = -1, 0
+        if self.tags or self.ages:
+            self.find_begins()
+            last = next((r for r in self.slots if r and r.number == self.newest.get(stream)), None)
+            if last and not last.values["done"] and (stream, last.number) not in self.cuts:
+                begin, step = last.begin, last.step + 1
         row = self.slots[slot] = Row(
             values=dict(values),
             number=self.next_number,
             stream=stream,
             before=self.newest.get(stream),
+            begin=begin,
+            step=step,
             generation=self.generations[slot],
             priority=self.highest_priority if priority is None else priority,
         )
@@ -207,7 +383,7 @@ class Model:
 
     def place_by_hand(self, slots: Iterable[int], rows: Iterable[Values]) -> None:
         """Write rows into slots that the program chooses. The writer does not count them."""
-        self.outdated = True
+        self.outdated = self.by_hand = True
         count = self.write_count
         for slot, values in zip(slots, rows, strict=True):
             self.place(slot, values)
@@ -226,7 +402,7 @@ class Model:
         self.generations = [generation.later() for generation in self.generations]
         self.highest_priority = 1.0
         self.cursor = self.write_count = 0
-        self.free = []
+        self.free, self.by_hand = [], False
 
     def cut(self, stream: int | None = None) -> None:
         """End the open episode of a stream, or of all streams."""
@@ -236,7 +412,7 @@ class Model:
 
     def set_priority(self, slot: int, priority: float, generation: int | None) -> None:
         """Set a priority. Without the right generation, drop the update and count it."""
-        row = self.slots[slot]
+        row = self.row_in(slot)
         if row is None or (generation is not None and generation != row.generation.known):
             self.dropped_updates += 1
             return
@@ -257,10 +433,16 @@ class Model:
         an earlier index and generation never name a new row.
         """
         made = saved.frozen()
-        for slot, (one, other) in enumerate(zip(self.generations, saved.generations, strict=True)):
-            made.generations[slot] = Generation(max(one.least, other.least))
+        made.fit(self.capacity)
+        made.generations = [
+            Generation(max(one.least, other.least))
+            for one, other in zip_longest(
+                self.generations, saved.generations, fillvalue=Generation(0)
+            )
+        ]
         for slot in made.stored():
-            least = max(self.generations[slot].least, saved[slot].generation.least)
+            least = self.generations[slot].least if slot < len(self.generations) else 0
+            least = max(least, made[slot].generation.least)
             made[slot].generation = Generation(least)
             made.generations[slot] = Generation(least + 1)
         made.next_number = max(made.next_number, self.next_number)
@@ -294,7 +476,7 @@ class Model:
             self[following].before == row.number
             and not row.values["done"]
             and (row.stream, row.number) not in self.cuts
-            and (self.ring is not None or self._in_one_run(slot, following))
+            and (self.ring is not None or self.episodic or self._in_one_run(slot, following))
         )
 
     def _in_one_run(self, slot: int, following: int) -> bool:
@@ -317,6 +499,16 @@ class Model:
             for episode in self.episodes()
             for start in range(len(episode) - length + 1)
         ]
+
+    def windows_by_age(self, length: int) -> list[tuple[tuple[int, int], list[int]]]:
+        """Return the age and the step of windows, every ``length`` steps, in order."""
+        self.find_begins()
+        found = []
+        for window in self.windows(length):
+            first = self[window[0]]
+            if first.step % length == 0:
+                found.append(((first.begin, first.step), window))
+        return sorted(found)
 
     def n_step(self, slot: int, steps: int, gamma: float) -> Values:
         """Return the row with the sum of up to ``steps`` rewards, as `NStep` reads it."""
@@ -354,6 +546,10 @@ class Pass:
     """A pass without replacement: what it has left, or None between two passes."""
 
     left: set[Any] | None = None
+    place: Any = (-1, 0)
+    """The age of the episode of the last window, and its step, if the sampler keeps an order."""
+    first: int = -1
+    """The row id of the first row of that window."""
     of: Any = None
     """The number of rows when the pass began. If it changes, a new pass begins."""
 
@@ -366,3 +562,26 @@ class Pass:
         assert set(taken) <= self.left, f"{sorted(set(taken) - self.left)} is not left in the pass"
         self.left -= set(taken)
         return not self.left
+
+    def move(self, numbers: dict[int, int], model: Model) -> None:
+        """Follow rows to other slots.
+
+        Args:
+            numbers: the row id of each slot before.
+            model: the rows now.
+        """
+        slots = {model[slot].number: slot for slot in model.stored()}
+        places = {old: slots[number] for old, number in numbers.items() if number in slots}
+        if not self.left:
+            return
+        if isinstance(self.of, int):
+            if self.of != len(numbers):
+                return  # the next draw begins a pass
+            self.left = {places[slot] for slot in self.left if slot in places}
+            self.of = len(model)
+            return
+        kept = {
+            tuple(one): tuple(places[slot] for slot in one if slot in places) for one in self.of[1]
+        }
+        self.left = {kept[one] for one in self.left if kept[one]}
+        self.of = [self.of[0], [list(one) for one in kept.values()]]

@@ -21,9 +21,9 @@ import torch
 
 from replaykit import ReplayBuffer
 from tests.programs.batches import BatchCheck, flat_slots, index_of
-from tests.programs.combinations import BATCH, Combination
-from tests.programs.model import Values
-from tests.programs.rows import COLUMNS, make_values, to_tensordict
+from tests.programs.combinations import BATCH, STREAMS, Combination
+from tests.programs.model import Pass, Values
+from tests.programs.rows import COLUMNS, check_rows, make_values, to_columns, to_tensordict
 from tests.programs.session import Save, Session
 
 Random = random.Random
@@ -70,9 +70,10 @@ def in_slice_pass(s: Session) -> bool:
 
 def row_count(s: Session, rng: Random) -> int:
     """Return a number of rows to write: mostly few, sometimes up to twice the capacity."""
-    steps = s.combination.capacity // s.combination.lanes
-    count = rng.randint(1, 4) if rng.random() < 0.7 else rng.randint(1, 2 * steps)
-    return count * s.combination.lanes
+    steps = s.model.capacity // s.combination.lanes
+    most = steps if s.combination.writer == "episodes" else 2 * steps
+    count = rng.randint(1, 4) if rng.random() < 0.7 else rng.randint(1, most)
+    return min(count, most) * s.combination.lanes
 
 
 def ids(rows: list[Values]) -> str:
@@ -124,7 +125,7 @@ def random_steps(s: Session, rng: Random) -> tuple[int, int]:
     return first, rng.randint(first + 1, steps)
 
 
-@operation(4, writable)
+@operation(4, lambda c: writable(c) and c.writer != "episodes")
 def extend_by_view(s: Session, rng: Random) -> None:
     """Write rows that are views of stored rows."""
     lanes = s.combination.lanes
@@ -143,7 +144,12 @@ def extend_by_view(s: Session, rng: Random) -> None:
 
 @operation(
     3,
-    lambda c: c.writer not in ("lanes", "best") and c.sampler != "consuming" and not c.prefetch,
+    lambda c: (
+        c.writer not in ("lanes", "best", "episodes")
+        and c.sampler != "consuming"
+        and not (c.ordered or c.sampler == "tagged slices")
+        and not c.prefetch
+    ),
 )
 def place(s: Session, rng: Random) -> None:
     """Write rows into slots that the program chooses.
@@ -151,7 +157,7 @@ def place(s: Session, rng: Random) -> None:
     Only a write through the buffer waits for draws that prefetch threads have not made yet.
     """
     lanes = s.combination.lanes
-    steps = s.combination.capacity // lanes
+    steps = s.model.capacity // lanes
     stored = len(s.model) // lanes
     free = list(range(stored)) + ([stored] if stored < steps else [])
     chosen = rng.sample(free, rng.randint(1, min(3, len(free))))
@@ -161,7 +167,7 @@ def place(s: Session, rng: Random) -> None:
 
 def place_rows(s: Session, rng: Random, chosen: list[int]) -> None:
     lanes = s.combination.lanes
-    steps = s.combination.capacity // lanes
+    steps = s.model.capacity // lanes
     rows = s.new_rows(rng, len(chosen) * lanes)
     if s.combination.returns:
         rows = [{**row, "return": 0.0, "valid": False} for row in rows]
@@ -187,7 +193,7 @@ def refused_rows(s: Session, rng: Random) -> None:
     """Write rows with another dtype, or with a key that is missing."""
     if s.model.next_number == 0:
         return
-    given = s.as_given([make_values(0, 1, "open")] * (2 * s.combination.lanes))
+    given = s.as_given([make_values(-1, 1, "open")] * (2 * s.combination.lanes))
     if rng.random() < 0.5:
         given["reward_of_another_name"] = given.pop("wide")
     else:
@@ -254,10 +260,15 @@ def edit_rows(s: Session, rng: Random) -> None:
     values = [other_values(s, rng, s.model[slot].values) for slot in slots]
     rows = to_tensordict(values)
 
-    def act(rb: ReplayBuffer) -> None:
-        rb[index] = rows
+    first = slots == list(range(len(slots)))
 
-    s.call(f"rb[{form} {slots}] = rows", act)
+    def act(rb: ReplayBuffer) -> None:
+        if first:
+            rb.write_all(rows)
+        else:
+            rb[index] = rows
+
+    s.call(f"rb.write_all(rows {slots})" if first else f"rb[{form} {slots}] = rows", act)
     for slot, new in zip(slots, values, strict=True):
         s.model.edit(slot, new)
 
@@ -278,9 +289,15 @@ def edit_column(s: Session, rng: Random) -> None:
     column = to_tensordict(new, lanes, time_first=False)[key]
 
     def act(rb: ReplayBuffer) -> None:
-        rb[key] = column
+        if form == "set_":
+            assert rb.set_(key, column) is rb
+        elif form == "update_":
+            rb.update_({key: column}, clone=rng.random() < 0.5)
+        else:
+            rb[key] = column
 
-    s.call(f"rb[{key!r}] = column  # {number} + slot", act)
+    form = rng.choice(["rb[key] = column", "set_", "update_"])
+    s.call(f"{form} of {key!r}  # {number} + slot", act)
     for slot, values in zip(slots, new, strict=True):
         s.model.edit(slot, values)
 
@@ -305,7 +322,7 @@ def edit_view(s: Session, rng: Random) -> None:
         s.model.edit(slot, new)
 
 
-@operation(2, lambda c: c.columns and c.writer in ("ring", "lanes"))
+@operation(2, lambda c: c.columns and c.writer in ("ring", "lanes", "episodes"))
 def update_if_present(s: Session, rng: Random) -> None:
     """Patch rows by old handles; those that were overwritten stay as they are."""
     if not s.kept or not len(s.model):
@@ -324,10 +341,7 @@ def update_if_present(s: Session, rng: Random) -> None:
             ).updated
         ),
     )
-    live = [
-        (row := s.model.slots[slot]) is not None and row.generation.known == generation
-        for slot, generation in zip(slots, generations, strict=True)
-    ]
+    live = [s.model.has(*pair) for pair in zip(slots, generations, strict=True)]
     assert result.tolist() == live, f"expected {live}, got {result.tolist()}"
     for slot, new, is_live in zip(slots, values, live, strict=True):
         if is_live:
@@ -350,7 +364,7 @@ def refused_edit(s: Session, rng: Random) -> None:
 
 @operation(2, writable)
 def empty(s: Session, rng: Random) -> None:
-    if s.combination.passes:
+    if s.combination.remembers:
         s.handle = s.buffer  # the pass of another process goes on, if as many rows come again
     count = rng.random() < 0.7
     s.call(f"rb.empty({count})", lambda rb: rb.empty(count))
@@ -358,7 +372,7 @@ def empty(s: Session, rng: Random) -> None:
     s.model.clear()
     if not count:
         s.model.write_count = before
-    s.passes.left = None
+    s.passes = Pass()
     s.drop_queue()
 
 
@@ -382,6 +396,194 @@ def refused_cut(s: Session, rng: Random) -> None:
     except RuntimeError:
         return
     raise AssertionError("expected a RuntimeError, because lists do not know episodes")
+
+
+@operation(3, lambda c: c.columns and c.writer != "best")
+def tag(s: Session, rng: Random) -> None:
+    """Tag episodes by their rows, by old handles or without generations."""
+    if not len(s.model) or s.model.by_hand or in_slice_pass(s):
+        return
+    slots = rng.sample(s.model.stored(), rng.randint(1, len(s.model)))
+    index, generation = index_of(slots, s.combination.lanes), None
+    if s.kept and s.combination.writer in ("ring", "lanes", "episodes") and rng.random() < 0.5:
+        batch = rng.choice(s.kept)
+        index, generation = batch["index"], batch["index_generation"]
+        slots = flat_slots(index, s.combination.lanes)
+    values = [rng.randint(1, 3) for _ in slots]
+    given = {"mark": torch.tensor(values)}
+    live = [True] * len(slots)
+    if generation is not None:
+        live = [s.model.has(*pair) for pair in zip(slots, generation.tolist(), strict=True)]
+    found = s.call(
+        f"rb.tag({slots}, {values}, generation={generation})",
+        lambda rb: rb.tag(index, given, generation=generation),
+    )
+    assert found == sum(live), f"expected {sum(live)} stored rows, got {found}"
+    for slot, value, is_live in zip(slots, values, live, strict=True):
+        if is_live:
+            s.model.tag([slot], [value])
+
+
+@operation(3, lambda c: writable(c) and c.columns and c.writer != "best")
+def extend_with_tags(s: Session, rng: Random) -> None:
+    if s.model.by_hand:
+        return
+    rows = s.new_rows(rng, row_count(s, rng))
+    values = [rng.randint(1, 3) for _ in rows]
+    given = s.as_given(rows)
+    line = f"rb.extend(rows {ids(rows)}, tags={values})"
+    index = s.call(line, lambda rb: rb.extend(given, tags={"mark": torch.tensor(values)}))
+    wanted = s.model.write(rows)
+    s.written(index, wanted)
+    numbers = range(s.model.next_number - len(rows), s.model.next_number)
+    for slot, value, number in zip(wanted, values, numbers, strict=True):
+        if s.model[slot].number == number:
+            s.model.tag([slot], [value])
+
+
+# -- queues and capacities -------------------------------------------------------------------------
+
+
+def ordered(c: Combination) -> bool:
+    """True if the storage has queues of rows, and its twin has the same."""
+    twin = c.writer not in ("lanes", "episodes") or removes(c)
+    return c.columns and writable(c) and c.sampler != "consuming" and twin
+
+
+def removes(c: Combination) -> bool:
+    """True if rows that are taken leave the storage at once.
+
+    The twin loads the pass to which it goes back, so a removal would come after a load.
+    """
+    twin = not (c.passes and c.prefetch)
+    return c.writer in ("lanes", "episodes") and not (c.shared and c.dedup) and twin
+
+
+def remove(s: Session, slots: list[int]) -> None:
+    """Remove rows from the model, as the buffer did."""
+    if not slots:
+        return
+    s.model.remove(slots)
+    s.passes.left = None
+
+
+@operation(3, removes)
+def remove_oldest(s: Session, rng: Random) -> None:
+    """Remove some rows of one stream or of all, or a whole stream."""
+    streams: dict[int, list[int]] = {}
+    for slot in sorted(s.model.stored(), key=lambda slot: s.model[slot].number):
+        streams.setdefault(s.model[slot].stream, []).append(slot)
+    lane, count = rng.choice([None, *streams]), rng.randint(0, 3)
+    if s.combination.remembers:
+        s.handle = s.buffer  # each process makes passes of its own
+    s.rewind()
+    if lane is not None and rng.random() < 0.3:
+        count = s.model.capacity
+        s.call(f"rb.empty(lane={lane})", lambda rb: rb.empty(lane=lane))
+    else:
+        line = f"rb.remove_oldest({count}, lane={lane})"
+        s.call(line, lambda rb: rb.remove_oldest(count, lane=lane))
+    chosen = streams if lane is None else [lane]
+    remove(s, [slot for stream in chosen for slot in streams[stream][:count]])
+
+
+@operation(3, ordered)
+def take(s: Session, rng: Random) -> None:
+    """Take rows from a queue; other rows have to stay in it."""
+    if s.combination.layout == "lane_key" and (s.model.by_hand or s.model.best):
+        return
+    queues, count = s.model.queues(), rng.randint(1, 3)
+    lanes = s.combination.lanes
+    named = rng.choice([None, *queues]) if lanes > 1 or s.model.streams else None
+    chosen = [named] if named is not None else list(queues)
+    if s.combination.remembers:
+        s.handle = s.buffer  # each process makes passes of its own
+    least = min((len(queues[stream]) for stream in chosen), default=0)
+    name = f"rb.take({count}, {named})"
+    if not chosen or least < count:
+        errors = (RuntimeError, IndexError, ValueError)
+        s.call(name, lambda rb: rb.take(count, named), errors)
+        return
+    s.rewind()
+    slots = [slot for stream in chosen for slot in queues[stream][:count]]
+    rows = s.call(name, lambda rb: rb.take(count, named))
+    assert rows.shape == (len(chosen), count), f"got the shape {rows.shape}"
+    check_rows(to_columns(rows.reshape(-1)), [s.model[slot].values for slot in slots])
+    if removes(s.combination):
+        remove(s, slots)
+    for slot in slots if not removes(s.combination) else []:
+        s.model[slot].taken = True
+
+
+@operation(3, lambda c: ordered(c) and c.writer in ("ring", "lanes"))
+def extend_queue(s: Session, rng: Random) -> None:
+    """Write rows that replace only taken rows."""
+    c, model = s.combination, s.model
+    if model.by_hand and c.layout == "lane_key":
+        return
+    rows = s.new_rows(rng, row_count(s, rng))
+    attempt = model.frozen()
+    lost = [row for row in attempt.slots if row is not None and not row.taken]
+    given, count = s.as_given(rows), len(rows)
+    counts = [sum(row["env"] == stream for row in rows) for stream in range(len(s.steps))]
+    line = f"rb.extend(rows {ids(rows)}, overwrite=False, timeout=0)"
+
+    def act(rb: ReplayBuffer) -> Any:
+        return rb.extend(given, overwrite=False, timeout=0)
+
+    if (model.ring is not None and max(counts) > model.ring) or count > model.capacity:
+        s.call(line, act, ValueError)
+        return
+    attempt.write(rows)
+    kept = {row.number for row in attempt.slots if row is not None}
+    if any(row.number not in kept for row in lost):
+        s.call(line, act, TimeoutError)
+    else:
+        s.written(s.call(line, act), model.write(rows))
+
+
+@operation(1, ordered)
+def drain(s: Session, rng: Random) -> None:
+    if s.combination.layout == "lane_key" and (s.model.by_hand or s.model.best):
+        return
+    queues = list(s.model.queues().values())
+    sizes = {len(queue) for queue in queues}
+    if len(sizes) != 1 or 0 in sizes:
+        s.call("rb.drain()", lambda rb: rb.drain(), RuntimeError)
+        return
+    rows = s.call("rb.drain()", lambda rb: rb.drain())
+    assert rows.shape == (len(queues), *sizes), f"got the shape {rows.shape}"
+    wanted = [s.model[slot].values for queue in queues for slot in queue]
+    check_rows(to_columns(rows.reshape(-1)), wanted)
+    count = s.model.write_count
+    s.model.clear()
+    s.model.write_count = count
+    s.passes = Pass()
+    s.drop_queue()
+
+
+@operation(3, lambda c: not c.shared and not c.recover and writable(c))
+def resize(s: Session, rng: Random) -> None:
+    model, lanes = s.model, s.combination.lanes
+    if model.outdated:
+        return  # it may compute returns, as a write does
+    slots = rng.randint(1, 2 * s.combination.capacity // lanes) * lanes
+    if model.ring is not None:
+        streams = {model[slot].stream for slot in model.stored()}
+        if len(streams) * model.ring > slots:
+            s.rewind()
+            s.call(f"rb.resize({slots})", lambda rb: rb.resize(slots), RuntimeError)
+            return
+        slots = max(slots, STREAMS * model.ring)
+    if slots != model.capacity:
+        s.rewind()
+    kept = model.kept_episodes(slots) if model.episodic else None
+    evicted = s.call(f"rb.resize({slots})", lambda rb: rb.resize(slots))
+    if slots != model.capacity:
+        numbers = {slot: model[slot].number for slot in model.stored()}
+        wanted = model.resize(slots, kept)
+        assert evicted == wanted, f"expected {wanted} evicted rows, got {evicted}"
+        s.passes.move(numbers, model)
 
 
 # -- priorities ------------------------------------------------------------------------------------
@@ -434,6 +636,19 @@ def set_priority(s: Session, rng: Random) -> None:
 
 
 @operation(1, lambda c: c.prioritized)
+def mark_update(s: Session, rng: Random) -> None:
+    """Give rows the default priority."""
+    stored = s.model.stored()
+    if not stored:
+        return
+    slots = rng.sample(stored, rng.randint(1, len(stored)))
+    index = index_of(slots, s.combination.lanes)
+    s.call(f"rb.mark_update({slots})", lambda rb: rb.mark_update(index))
+    for slot in slots:
+        s.model.set_priority(slot, s.model.highest_priority, None)
+
+
+@operation(1, lambda c: c.prioritized)
 def refused_priority(s: Session, rng: Random) -> None:
     stored = s.model.stored()
     if not stored:
@@ -470,7 +685,7 @@ def choose_generator(s: Session, rng: Random) -> None:
     """Let the chosen handle of a shared buffer draw as its twin, which knows one handle only."""
     if s.other is None:
         return
-    if s.combination.passes:
+    if s.combination.remembers:
         s.handle = s.buffer  # each process makes passes of its own
     seed = rng.randrange(1 << 30)
     for buffer in (s.handle, s.twin):
@@ -480,13 +695,16 @@ def choose_generator(s: Session, rng: Random) -> None:
 @operation(18)
 def sample(s: Session, rng: Random) -> None:
     choose_generator(s, rng)
+    if not s.queue:
+        found = s.handle.can_sample()
+        assert found == s.can_sample(), f"can_sample() returned {found}"
     if s.can_sample():
-        s.next_batch("rb.sample()")
+        s.next_batch("rb.sample()", with_info=rng.random() < 0.2)
     elif not s.queue:
         s.call("rb.sample()", lambda rb: rb.sample(), (RuntimeError, ValueError))
 
 
-@operation(5, lambda c: not (c.passes and c.prefetch))
+@operation(5, lambda c: not (c.remembers and c.prefetch))
 def sample_other_size(s: Session, rng: Random) -> None:
     choose_generator(s, rng)
     size = rng.randint(1, 2 * s.combination.capacity)
@@ -543,7 +761,7 @@ def save(s: Session, rng: Random) -> None:
     """Save into a folder, a new one or that of the last save, or into a dictionary."""
     if s.model.outdated:
         return  # a load does not compute the returns of a save again
-    if s.combination.passes:
+    if s.combination.remembers:
         s.handle = s.buffer  # whose pass is saved
     form = rng.choice(["dumps", "dumps again", "state_dict"])
     states: list[Any] = []
@@ -566,6 +784,16 @@ def save(s: Session, rng: Random) -> None:
     s.saves = [*s.saves[-2:], saved]
 
 
+def load_rows(rb: ReplayBuffer, saved: Any) -> None:
+    """Load a save, which may not fit into the capacity."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*smaller capacity")
+        if isinstance(saved, dict):
+            rb.load_state_dict(saved)
+        else:
+            rb.loads(saved)
+
+
 @operation(3)
 def load(s: Session, rng: Random) -> None:
     """Go back to a saved state."""
@@ -577,16 +805,14 @@ def load(s: Session, rng: Random) -> None:
 
     def act(rb: ReplayBuffer) -> None:
         state = next(states)
-        if isinstance(state, dict):
-            rb.load_state_dict(state)
-        else:
-            rb.loads(state)
+        load_rows(rb, state)
 
     first = saved.states[0]
     name = "load_state_dict(state)" if isinstance(first, dict) else f"loads({first.name!r})"
     s.call(f"rb.{name}", act)
-    s.model = s.model.loaded(saved.model)
-    s.passes = copy.deepcopy(saved.passes)
+    numbers = {slot: saved.model[slot].number for slot in saved.model.stored()}
+    s.model, s.passes = s.model.loaded(saved.model), copy.deepcopy(saved.passes)
+    s.passes.move(numbers, s.model)
     s.consumer_version = saved.consumer_version
     s.drop_queue()
     if s.other is not None:
@@ -616,15 +842,20 @@ def load_elsewhere(s: Session, rng: Random) -> None:
     s.handle.dumps(path)
     s.rewind()
     made = other.make(s.new_path(), 0)
-    made.loads(path)
+    load_rows(made, path)
     model = s.model.frozen()
+    passes, numbers = copy.deepcopy(s.passes), {at: model[at].number for at in model.stored()}
+    model.fit(c.capacity)
+    passes.move(numbers, model)
     if not c.columns:
         model.cuts.clear()  # a storage of lists knows no cuts
     model.cut()
-    check_copy(s, made, other, model, rng)
+    check_copy(s, made, other, model, passes, rng)
 
 
-def check_copy(s: Session, made: ReplayBuffer, c: Combination, model: Any, rng: Random) -> None:
+def check_copy(
+    s: Session, made: ReplayBuffer, c: Combination, model: Any, passes: Pass, rng: Random
+) -> None:
     """Check a copy of the buffer: its rows, one batch, and one write, which it makes alone."""
     s.check_content(made, model, c)
     model.outdated = False  # a copy's first write computes only missing returns
@@ -632,7 +863,7 @@ def check_copy(s: Session, made: ReplayBuffer, c: Combination, model: Any, rng: 
     if s.handle is s.buffer and s.can_sample():
         batch = made.sample()
         check = BatchCheck(c, model, batch, version)
-        check.check(BATCH, copy.deepcopy(s.passes))
+        check.check(BATCH, passes)
         if c.sampler == "consuming":
             model.use(check.slots)
     if writable(c):
@@ -655,7 +886,7 @@ def clone(s: Session, rng: Random) -> None:
         s.lines.append("copied = copy.deepcopy(rb)")
         made = copy.deepcopy(s.handle)
     s.rewind()
-    check_copy(s, made, s.combination, s.model.frozen(), rng)
+    check_copy(s, made, s.combination, s.model.frozen(), copy.deepcopy(s.passes), rng)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -670,7 +901,7 @@ def reopen(s: Session, rng: Random) -> None:
     s.reopen(rng.randrange(1 << 30))
     s.model.cut()
     s.model.forget_draws()
-    s.passes.left = None
+    s.passes = Pass()
     s.drop_queue()
     s.advance_version()
     s.write_by_all()

@@ -46,6 +46,8 @@ class Draw:
     """The state of the twin's generator before the draw."""
     sampler: Any = None
     """The state of the twin's pass before the draw."""
+    mark: Any = None
+    """The twin's place before the draw."""
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Session:
         self.handle = self.buffer
         self.twin = self.twin_combination.make(folder / "twin", seed)
         self.steps = [0] * (STREAMS if c.layout == "lane_key" else c.lanes)
+        self.episodes = 0  # written by an `EpisodeWriter`
         self.queue: deque[Draw] = deque()
         self.draws = 0
         self.passes = Pass()
@@ -191,6 +194,14 @@ class Session:
     def new_rows(self, rng: random.Random, count: int) -> list[Values]:
         """Return the next ``count`` rows, in the order in which slots take them."""
         rows = []
+        if self.combination.writer == "episodes":
+            while len(rows) < count:
+                length = rng.randint(1, min(4, count - len(rows)))
+                end = rng.choice(["open", "terminated", "truncated"])
+                rows += [make_values(self.episodes, step, "open") for step in range(length - 1)]
+                rows.append(make_values(self.episodes, length - 1, end))
+                self.episodes += 1
+            return rows
         for at in range(count):
             streams = len(self.steps)
             stream = at % streams if self.combination.lanes > 1 else rng.randrange(streams)
@@ -224,13 +235,17 @@ class Session:
     def can_sample(self) -> bool:
         return can_sample(self.combination, self.model, self.consumer_version)
 
-    def next_batch(self, line: str) -> None:
+    def next_batch(self, line: str, *, with_info: bool = False) -> None:
         """Take the next batch of the buffer's size, and check it."""
         self._draw_ahead(self.combination.prefetch + 1)
         draw = self.queue.popleft()
         self._draw_ahead(self.combination.prefetch)
         self.lines.append(line)
-        batch = self.handle.sample()
+        if with_info:
+            batch, info = self.handle.sample(return_info=True)
+            assert torch.equal(info["index"], batch["index"])
+        else:
+            batch = self.handle.sample()
         self.check_batch(draw, batch, BATCH)
 
     def _draw_ahead(self, count: int) -> None:
@@ -241,6 +256,8 @@ class Session:
                 draw.generator = self.twin._generator.get_state()
                 if self.combination.passes:
                     draw.sampler = self.twin.sampler.state_dict()
+                elif self.combination.remembers:
+                    draw.mark = self.twin.sampler.mark(self.twin.storage)
             draw.twin_batch = self.twin.sample()
             draw.ended = self.combination.passes and bool(self.twin.sampler.ran_out)
             self.queue.append(draw)
@@ -258,6 +275,8 @@ class Session:
             draw = self.queue.pop()
             self.draws -= 1
             self.twin._generator.set_state(draw.generator)
+            if draw.mark is not None:
+                self.twin.sampler.rollback(draw.mark, self.twin.storage)
             if draw.sampler is not None:
                 self.twin.sampler.load_state_dict(draw.sampler)
                 if draw.model.placements != self.model.placements:
@@ -326,6 +345,13 @@ class Session:
             assert shown == sorted(model.episodes()), (
                 f"episodes: expected {sorted(model.episodes())}, got {shown}"
             )
+            if model.tags and not (model.by_hand or model.best):
+                data = buffer.storage.indexes.data()  # type: ignore[attr-defined]
+                marks = data["mark"].tolist() if "mark" in data else [0] * len(data)
+                found = dict(zip(data.id.tolist(), marks, strict=True))
+                tags = [found[episode.id] for episode in buffer.episodes]
+                wanted = model.tags_of([flat_slots(e.index, c.lanes) for e in buffer.episodes])
+                assert tags == wanted, f"tags: expected {wanted}, got {tags}"
             if c.n_step:
                 rows = buffer[:]
                 rows = rows.transpose(0, 1).contiguous() if c.lanes > 1 else rows
