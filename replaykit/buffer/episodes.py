@@ -12,8 +12,7 @@ import torch
 from replaykit._compat import TensorDict, Uncompiled, as_tensor
 from replaykit.episodes import EndReason, EpisodeIndex, Head
 from replaykit.errors import StaleAddress
-from replaykit.storages import Storage
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import as_index, check_cells, check_range, ravel, unravel_index
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch
@@ -561,7 +560,7 @@ def tag_episodes(
 ) -> int:
     """Set tags of the episodes of rows; return how many rows are stored."""
     with buffer._locked() as storage:
-        columns = _require_episodes(storage)
+        columns = with_episodes(storage)
         at = as_tensor(index).detach().to("cpu")
         if at.is_floating_point() or at.dtype == torch.bool:
             raise TypeError(f"expected an index of integers, got {at.dtype}")
@@ -579,7 +578,7 @@ def tag_episodes(
 
 def check_tags(storage: Any, rows: Any, values: Mapping[str, Any]) -> None:
     """Check the tags of rows that are about to be written; raise as ``tag_episodes`` does."""
-    _require_episodes(storage)
+    with_episodes(storage)
     root = rows.root
     if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
         raise RuntimeError("expected rows with tags as TensorDicts, which show where episodes end")
@@ -592,15 +591,6 @@ def tag_written(storage: Any, index: torch.Tensor, values: Mapping[str, Any]) ->
     The index is -1 for rows that were not stored. The caller holds the lock.
     """
     _set(storage, index, (index[:, 0] if storage.ndim > 1 else index) >= 0, values)
-
-
-def _require_episodes(storage: Storage) -> ColumnStorage:
-    if not isinstance(storage, ColumnStorage):
-        raise RuntimeError(
-            f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
-            "memmap storage"
-        )
-    return storage
 
 
 def _set(storage: Any, at: torch.Tensor, fits: torch.Tensor, values: Mapping[str, Any]) -> int:

@@ -55,7 +55,7 @@ from replaykit.keywords import Replaced, checked_keywords, named_after
 from replaykit.pace import SAMPLE, LimiterQueue, RateLimiter
 from replaykit.samplers import Sampler, SampleUnit, Transition
 from replaykit.storages import Storage
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import with_episodes
 from replaykit.storages.memmap import join_storage
 from replaykit.storages.save_hooks import Hook, check_no_checkpointer
 from replaykit.ted import unravel
@@ -1542,14 +1542,10 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             [3, 1]
         """
         with self._locked() as storage:
-            if not isinstance(storage, ColumnStorage):
-                raise RuntimeError(
-                    f"a {type(storage).__name__} does not know where episodes end; use a tensor or "
-                    "memmap storage"
-                )
-            if storage.initialized:
-                _ = storage.episodes  # raises if rows have no keys
-            return Episodes(storage)
+            columns = with_episodes(storage)
+            if columns.initialized:
+                _ = columns.episodes  # raises if rows have no keys
+            return Episodes(columns)
 
     def cut(self, lane: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """End the open episodes, although no flag marks their end.

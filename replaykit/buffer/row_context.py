@@ -12,7 +12,7 @@ import torch
 from replaykit._compat import TensorDict, is_tensordict
 from replaykit.episodes import ROWS, CountLaw, EpisodeIndex
 from replaykit.storages import Storage
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.columns import Columns
 from replaykit.storages.indexing import ravel
 from replaykit.storages.row_kernels import Before, Led, StepsPlan
@@ -157,17 +157,13 @@ def fetch_all(
     Raises:
         RuntimeError: the storage does not record where episodes end.
     """
-    if not isinstance(storage, ColumnStorage):
-        raise RuntimeError(
-            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
-            "read the rows around need; use a tensor or memmap storage"
-        )
+    columns = with_episodes(storage, ", which transforms that read the rows around need")
     window, mask = info.get("sequence_id"), info.get("validity_mask")
     if mask is None:
         mask = info.get(("collector", "mask"))
     around = StoredSurroundings(
-        storage,
-        storage.episodes if episodes is None else episodes,
+        columns,
+        columns.episodes if episodes is None else episodes,
         index,
         None if window is None else window.cpu().numpy(),
         None if mask is None else mask.cpu().numpy(),

@@ -10,7 +10,7 @@ import torch
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, EpisodeIndex, Found, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import with_episodes
 
 SINGLE = CountLaw.strict(1)
 
@@ -21,12 +21,8 @@ def index_for(storage: Storage) -> EpisodeIndex:
     Raises:
         RuntimeError: the storage has no episode index.
     """
-    if not isinstance(storage, ColumnStorage):
-        raise RuntimeError(
-            f"a {type(storage).__name__} does not know where episodes end, which transforms that "
-            "read neighbouring rows need; use a tensor or memmap storage"
-        )
-    return storage.episodes
+    need = ", which transforms that read neighbouring rows need"
+    return with_episodes(storage, need).episodes
 
 
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:

@@ -552,3 +552,20 @@ def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> t
             f"got {dtype_name(value.dtype)} {list(value.shape)}"
         )
     return value.detach()
+
+
+def with_episodes(storage: object, need: str = "") -> ColumnStorage:
+    """Return a storage that has an episode index.
+
+    Args:
+        need: a clause for the error that names the part that needs the index.
+
+    Raises:
+        RuntimeError: the storage has no episode index.
+    """
+    if not isinstance(storage, ColumnStorage):
+        raise RuntimeError(
+            f"a {type(storage).__name__} does not know where episodes end{need}; use a tensor or "
+            "memmap storage"
+        )
+    return storage

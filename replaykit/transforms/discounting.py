@@ -15,7 +15,7 @@ from replaykit.episodes import EndReason, EpisodeIndex
 from replaykit.keywords import one_of
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
@@ -219,6 +219,7 @@ class Bootstrap(HistoryTransform):
 
 
 _VALID: Final[Key] = ("return_valid",)
+_NEED: Final = ", which ReturnToGo needs"
 
 
 class ReturnToGo(Transform):
@@ -377,7 +378,7 @@ class ReturnToGo(Transform):
             RuntimeError: the storage has no episode index.
             ValueError: rows are whole trajectories.
         """
-        _require_columns(storage)
+        with_episodes(storage, _NEED)
         for key in end_flags(rows.leaves):
             flag = rows.leaves[key]
             if flag.shape[storage.ndim :].numel() != 1:
@@ -396,7 +397,7 @@ class ReturnToGo(Transform):
             RuntimeError: the storage has no episode index.
             ValueError: values differ from rewards in shape.
         """
-        storage = _require_columns(storage)
+        storage = with_episodes(storage, _NEED)
         if not storage.initialized:
             return
         index, ledger = storage.episodes, storage.ledger
@@ -636,12 +637,3 @@ def _checked_clip(clip: Any) -> tuple[float, float]:
     if not low <= high:
         raise ValueError(f"reward_clip: expected min at most max, got {low} and {high}")
     return low, high
-
-
-def _require_columns(storage: Storage) -> ColumnStorage:
-    if not isinstance(storage, ColumnStorage):
-        raise RuntimeError(
-            f"ReturnToGo expected a storage with an episode index, got a {type(storage).__name__}; "
-            "use a tensor or memmap storage"
-        )
-    return storage
