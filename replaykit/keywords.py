@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -200,6 +201,35 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
         raise TypeError(f"expected {name} as an int, got {value!r}") from None
     if least is not None and number < least:
         raise ValueError(f"expected {name} of at least {least}, got {value!r}")
+    return number
+
+
+def as_number(name: str, value: Any, *, finite: bool = False) -> float:
+    """Return the value of the argument ``name`` as a float.
+
+    Raises:
+        TypeError: the value is not a number.
+        ValueError: the value is infinite or NaN, and ``finite`` is True.
+    """
+    try:
+        number = float("no number" if isinstance(value, (bool, str, bytes)) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+    if finite and not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number, got {number}")
+    return number
+
+
+def as_share(name: str, value: Any) -> float:
+    """Return the argument ``name`` as a float.
+
+    Raises:
+        TypeError: the value is not a number.
+        ValueError: the value is outside [0, 1].
+    """
+    number = as_number(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
     return number
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from replaykit.declared import Count, decode_state
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import check
-from replaykit.keywords import whole_number
+from replaykit.keywords import as_number, whole_number
 from replaykit.recovery.journal import MappedFile
 from replaykit.recovery.locks import (
     Seat,
@@ -90,7 +90,7 @@ class RateLimiter:
         min_size_to_sample: int,
         error_buffer: float | tuple[float, float],
     ) -> None:
-        ratio = _number("samples_per_insert", samples_per_insert)
+        ratio = as_number("samples_per_insert", samples_per_insert)
         if not 0 < ratio < math.inf:
             raise ValueError(f"expected samples_per_insert above 0, got {samples_per_insert!r}")
         least = whole_number("min_size_to_sample", min_size_to_sample, 1)
@@ -98,9 +98,9 @@ class RateLimiter:
         if isinstance(error_buffer, (tuple, list)):
             if len(error_buffer) != 2:
                 raise ValueError(f"expected (min_diff, max_diff), got {error_buffer!r}")
-            lowest, highest = (_number("error_buffer", bound) for bound in error_buffer)
+            lowest, highest = (as_number("error_buffer", bound) for bound in error_buffer)
         else:
-            error = _number("error_buffer", error_buffer)
+            error = as_number("error_buffer", error_buffer)
             lowest, highest = middle - error, middle + error
         need = 2 * max(1.0, ratio)
         if not highest - lowest >= need:
@@ -241,16 +241,10 @@ def checked_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    seconds = _number("timeout", timeout)
+    seconds = as_number("timeout", timeout)
     if not seconds >= 0:
         raise ValueError(f"expected a timeout of at least 0 seconds, got {timeout!r}")
     return None if seconds == math.inf else seconds
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"expected {name} as a number, got {value!r}")
-    return float(value)
 
 
 _WAITED, _PROCESSES, _BEFORE, _HEAD = 2, 4, 5, 8

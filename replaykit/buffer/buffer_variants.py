@@ -14,7 +14,7 @@ from replaykit.buffer.replay_buffer import ReplayBuffer
 from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
 from replaykit.declared import encode_state
-from replaykit.keywords import Replaced, checked_keywords
+from replaykit.keywords import Replaced, as_share, checked_keywords
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
 from replaykit.schema import Schema, split_leaves
@@ -22,7 +22,6 @@ from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from replaykit.storages.content import Content, Group
 from replaykit.ted import DONE, REWARD, format_key, unravel
 from replaykit.transforms import Compose, HindsightGoal
-from replaykit.transforms.batch_values import as_share
 from replaykit.transforms.history import Surroundings, require
 
 

@@ -13,7 +13,7 @@ from replaykit import native
 from replaykit.episodes import Found, Head
 from replaykit.episodes.boundaries import CONTINUES
 from replaykit.errors import EmptyDistributionError
-from replaykit.keywords import one_of
+from replaykit.keywords import as_number, one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, uniform
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
@@ -58,11 +58,9 @@ class Coverage:
     """
 
     def __init__(self, alpha: float = 1.0, base: str = "window", live: bool = True) -> None:
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            raise TypeError(f"expected alpha as a number, got {alpha!r}")
-        if not 0 <= alpha < float("inf"):
+        self.alpha = as_number("alpha", alpha, finite=True)
+        if self.alpha < 0:
             raise ValueError(f"expected alpha as a number of at least 0, got {alpha!r}")
-        self.alpha = float(alpha)
         self.base = one_of("base", base, _BASES)
         self.live = bool(live)
 

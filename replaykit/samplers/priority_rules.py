@@ -14,7 +14,7 @@ from replaykit._compat import as_tensor
 from replaykit.checkpoint import MappedRows
 from replaykit.declared import Count, Positive, decode_state, read_value, vector, within
 from replaykit.errors import CheckpointError, PriorityCountError
-from replaykit.keywords import one_of
+from replaykit.keywords import as_number, one_of
 from replaykit.native import power
 from replaykit.reductions import REDUCTIONS
 from replaykit.storages import Storage
@@ -138,12 +138,7 @@ def checked_number(name: str, value: Any) -> float:
         TypeError: the value is not a number.
         ValueError: the value is negative, NaN or infinite.
     """
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"expected {name} as a number, got {value!r}") from None
+    number = as_number(name, value)
     if not 0 <= number < float("inf"):
         than = "than" if name == "alpha" else "to"
         raise ValueError(

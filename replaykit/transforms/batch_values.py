@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, put_all
+from replaykit.keywords import as_number
 from replaykit.structure import Path
 from replaykit.ted import Key, format_key, no_key, unravel
 from replaykit.transforms.history import Surroundings, filled, over_features
@@ -82,37 +82,6 @@ def check_range(low: Any, high: Any) -> tuple[float, float]:
     if not low < high:
         raise ValueError(f"expected min below max, got min {low} and max {high}")
     return low, high
-
-
-def as_number(name: str, value: Any, *, finite: bool = False) -> float:
-    """Return the value of the argument ``name`` as a float.
-
-    Raises:
-        TypeError: the value is not a number.
-        ValueError: the value is infinite or NaN, and ``finite`` is True.
-    """
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
-    if finite and not math.isfinite(number):
-        raise ValueError(f"{name}: expected a finite number, got {number}")
-    return number
-
-
-def as_share(name: str, value: Any) -> float:
-    """Return the argument ``name`` as a float.
-
-    Raises:
-        TypeError: the value is not a number.
-        ValueError: the value is outside [0, 1].
-    """
-    number = as_number(name, value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
-    return number
 
 
 def as_keys(keys: Any) -> list[Path]:

@@ -12,14 +12,14 @@ import torch
 from replaykit._compat import is_tensordict, lookup, new_tensordict
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, EpisodeIndex
-from replaykit.keywords import one_of
+from replaykit.keywords import as_number, as_share, one_of
 from replaykit.storages import Storage
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
-from replaykit.transforms.batch_values import as_number, as_share, last_real, set_all, set_real
+from replaykit.transforms.batch_values import last_real, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,

@@ -13,11 +13,11 @@ from replaykit import native
 from replaykit._compat import is_tensordict, lookup
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import Needs
-from replaykit.keywords import one_of, whole_number
+from replaykit.keywords import as_number, one_of, whole_number
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
 from replaykit.transfer import BatchMemory
-from replaykit.transforms.batch_values import as_keys, as_number, real_of, set_all, set_real
+from replaykit.transforms.batch_values import as_keys, real_of, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Stacks,

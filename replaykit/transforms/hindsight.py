@@ -12,10 +12,10 @@ import torch
 
 from replaykit import native
 from replaykit._compat import TensorDict, fields_of, lookup
-from replaykit.keywords import one_of
+from replaykit.keywords import as_share, one_of
 from replaykit.structure import Path
 from replaykit.ted import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key, unravel
-from replaykit.transforms.batch_values import as_share, set_all
+from replaykit.transforms.batch_values import set_all
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,

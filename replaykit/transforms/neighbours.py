@@ -12,10 +12,10 @@ import torch
 
 from replaykit.declared import Count, read_value
 from replaykit.episodes import Needs
-from replaykit.keywords import one_of
+from replaykit.keywords import as_number, one_of
 from replaykit.structure import Path
 from replaykit.ted import format_key, unravel
-from replaykit.transforms.batch_values import as_number, last_real, nearest_real, set_all
+from replaykit.transforms.batch_values import last_real, nearest_real, set_all
 from replaykit.transforms.history import (
     Around,
     HistoryTransform,

@@ -13,14 +13,13 @@ from tensordict import TensorDict
 
 from replaykit._compat import lookup
 from replaykit.declared import Positive, Rule, decode_state, read_value
-from replaykit.keywords import one_of
+from replaykit.keywords import as_number, one_of
 from replaykit.storages import Storage
 from replaykit.structure import Path, build
 from replaykit.ted import format_key, no_key, unravel
 from replaykit.transforms.batch_values import (
     ValueTransform,
     as_keys,
-    as_number,
     keep_padding,
     real_rows,
     require_tensor,

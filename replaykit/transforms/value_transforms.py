@@ -11,12 +11,12 @@ import torch
 from tensordict import is_tensorclass
 
 from replaykit._compat import dtype_name, is_tensordict, lookup
+from replaykit.keywords import as_number
 from replaykit.ted import FLAG_KEYS, REWARD, Key, format_key, unravel
 from replaykit.transfer import BatchMemory
 from replaykit.transforms.batch_values import (
     ValueTransform,
     as_keys,
-    as_number,
     check_range,
     keep_padding,
     real_rows,

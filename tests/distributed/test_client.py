@@ -154,7 +154,7 @@ def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
     actor = Actor(storage=LazyTensorStorage(10), batch_size=2, rate_limiter=RateLimiter.min_size(2))
     handle = client_of(actor, paced=True, prefetch=prefetch)
     refuses(ValueError, "timeout of at least 0", handle.sample, timeout=-1)
-    refuses(TypeError, "timeout as a number", handle.sample, timeout="soon")
+    refuses(TypeError, "timeout: expected a number", handle.sample, timeout="soon")
     assert not [name for name in actor.called if "sample" in name]
 
 

@@ -69,7 +69,7 @@ def test_the_signature_is_there_to_read() -> None:
 def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
     arguments = {"alpha": 0.7, "beta": 0.9, "eps": 1e-8, name: value}
     refuses(ValueError, f"{name} must be greater or equal", PrioritizedSampler, **arguments)
-    with pytest.raises(TypeError, match=f"expected {name} as a number"):
+    with pytest.raises(TypeError, match=f"{name}: expected a number"):
         PrioritizedSampler(**{**arguments, name: "large"})
     PrioritizedSampler(**{**arguments, name: torch.tensor(0)})
 

@@ -183,7 +183,7 @@ def test_nan_rewards_stay_nan() -> None:
         (lambda: RewardScale(float("nan")), ValueError, "scale: expected a finite number, got nan"),
         (lambda: RewardScale(1, float("inf")), ValueError, "shift: expected a finite"),
         (lambda: RewardScale(torch.ones(2)), TypeError, "scale: expected a number"),
-        (lambda: RewardShift("1x"), TypeError, "shift: expected a number"),
+        (lambda: RewardShift("1"), TypeError, "shift: expected a number"),
         (lambda: RewardShift(float("inf")), ValueError, "shift: expected a finite"),
         (lambda: RewardMap(3), TypeError, "fn: expected a function of rewards, got 3"),
     ],
