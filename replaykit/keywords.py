@@ -91,7 +91,7 @@ def named_after(cls: _Class) -> _Class:
     """Name the methods that a class inherits from private bases after the class.
 
     Python's errors about arguments name the class that defines a method, such as
-    ``Drawing.sample()``. Callers expect ``ReplayBuffer.sample()``. Bases that were passed to this
+    ``ColumnReads.cut()``. Callers expect ``TensorStorage.cut()``. Bases that were passed to this
     function earlier keep the names of their methods.
 
     Example:
