@@ -88,8 +88,6 @@ def test_invalid_requests_are_refused(tmp_path: Path) -> None:
         data.statistics(["action"], channels=["action"])
     with pytest.raises(ValueError, match="from 0 to 1"):
         data.statistics(["action"], quantiles=[1.1])
-    with pytest.raises(TypeError, match="channels as a mapping of keys to dimensions, got list"):
-        data.statistics(["action"], channels=["action"])
     rows = {
         "none": torch.zeros(3, 0),
         "complex": torch.zeros(3, 2).cfloat(),
