@@ -151,7 +151,7 @@ class Unfinished(Generic[Part]):
     @property
     def excluded(self) -> Excluded:
         """Episodes that the interrupted conversion left out, with the reasons."""
-        return {tuple(episode): why for *episode, why in self._head.get("excluded", ())}
+        return {tuple(episode): why for episode, why in self._head.get("excluded", ())}
 
     def is_of(self, plan: str) -> bool:
         """Return whether the record has finished parts of the plan with this digest."""
@@ -172,7 +172,7 @@ class Unfinished(Generic[Part]):
             "conversion": self._conversion,
             "plan": plan,
             "without": dict(without),
-            "excluded": [[*episode, why] for episode, why in excluded.items()],
+            "excluded": list(excluded.items()),
         }
 
     def record(self, part: Part) -> None:
