@@ -261,7 +261,8 @@ class _SequentialSlices(SliceSampler):
         begin = request.episodes.begins(found.base, found.lane)
         lowest = found.base if least is None else np.maximum(found.base, least)
         first = lowest + (begin - lowest) % stride
-        fits = found.base + found.rows - (1 if window.right else window.length)
+        followers = window.law.add - request.law.add  # rows that must follow a window
+        fits = found.base + found.rows - (1 if window.right else window.length + followers)
         number = np.maximum((fits - first) // stride + 1, 0)
         short = found.rows < window.least
         first = np.where(short, found.base, first)

@@ -73,6 +73,7 @@ class Slicing:
         if size.slice_len:
             form.of(size.slice_len)  # raises for spans that are too wide
         self._window: Window | None = None
+        self._followed = False
         self._needs: Needs | None = None
         self._law_of: CountLaw | None = None
         self._law = CountLaw(1, 0)
@@ -92,8 +93,10 @@ class Slicing:
             raise NotEnoughData("Cannot sample from an empty storage.")
         slices, length = self.size.of(batch_size)
         window = self._window
-        if window is None or window.length != length:
-            window = self._window = self.form.of(length)
+        followed = needs.future > 0
+        if window is None or (window.length, self._followed) != (length, followed):
+            window = self._window = self.form.of(length, followed=followed)
+            self._followed = followed
         index = self.boundaries.index(storage)
         if storage.schema is not None:
             self.markers.check(storage.schema)

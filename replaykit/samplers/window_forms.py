@@ -447,8 +447,12 @@ class WindowForm:
         """True if all windows have the same number of rows."""
         return self.filled or (self.strict and not any(self.span))
 
-    def of(self, length: int) -> Window:
+    def of(self, length: int, *, followed: bool = False) -> Window:
         """Return the windows of this form with a given length.
+
+        Args:
+            followed: whether later rows of its episode must follow each window. So no window
+                extends beyond the end.
 
         Raises:
             ValueError: the span would leave no row in a window.
@@ -458,7 +462,7 @@ class WindowForm:
             return Window(
                 length,
                 left=left,
-                right=right,
+                right=0 if followed else right,
                 below=0 if self.strict else 1,
                 filled=self.repeat,
                 align=self.align,
@@ -471,7 +475,7 @@ class WindowForm:
         return Window(
             length,
             left=length - 1 if self.pad in ("left", "both") else 0,
-            right=length - 1 if self.pad in ("right", "both") else 0,
+            right=length - 1 if self.pad in ("right", "both") and not followed else 0,
             least=least,
             below=1 if self.short == "whole" else 0,
             filled=True,

@@ -84,6 +84,18 @@ def test_rows_without_the_other_row_are_not_drawn(n: int, slices: int, prioritiz
     refuses(ValueError, "more rows in their episode", lambda: rb[:])
 
 
+@pytest.mark.parametrize(
+    ("pad", "draw"),
+    [("right", "iid"), ("both", "iid"), ("none", "sequential"), ("right", "sequential")],
+)
+def test_windows_that_rows_must_follow_end_before_the_episode(pad: str, draw: str) -> None:
+    rb = make(Shift("t", 2), SliceSampler(slice_len=2, pad=pad, draw=draw), 8)
+    for _ in range(40):
+        batch = rb.sample()
+        real = batch[batch["collector", "mask"]]
+        assert real["t+2"].equal(real["t"] + 2)
+
+
 def test_a_window_has_the_value_of_the_row_after_it() -> None:
     rb = make(WindowLast("t"), SliceSampler(slice_len=3), 9)
     for _ in range(100):
