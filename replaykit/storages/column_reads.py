@@ -108,9 +108,13 @@ class ColumnReads(Storage):
             return None
         index, leaf = self.episodes, cast(Any, self).schema.leaves[self.lane_key]
         values = torch.as_tensor(lane, device="cpu")
-        if values.is_floating_point() and not leaf.dtype.is_floating_point:
+        is_mask = values.dtype is torch.bool and leaf.dtype is not torch.bool
+        if is_mask or (values.is_floating_point() and not leaf.dtype.is_floating_point):
             raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")
         cells = values.to(leaf.dtype).reshape(-1, *leaf.shape)
+        same = cells.to(values.dtype).numpy().reshape(-1) == values.numpy().reshape(-1)
+        if not (values.is_floating_point() or same.all()):  # 256 is no stream of uint8
+            raise IndexError(f"expected streams as {leaf.dtype}, got {values.tolist()!r}")
         lanes = index.pool.ranks(stream_keys(cells))
         if (lanes < 0).any():
             wrong = cells[int(lanes.argmin())].tolist()

@@ -118,7 +118,10 @@ class EpisodeTags:
         for name, value in values.items():
             if not isinstance(name, str) or name in (DRAWS, COUNTED):
                 raise ValueError(f"expected another name of a tag than {name!r}")
-            tensor = torch.as_tensor(value, device="cpu").detach()
+            try:
+                tensor = torch.as_tensor(value, device="cpu").detach()
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(f"tag {name!r}: expected numbers or bools, got {value!r}") from None
             if not isinstance(value, torch.Tensor) or not tensor.ndim:
                 tensor = tensor.expand(count, *tensor.shape)
             column = self._columns.get(name)

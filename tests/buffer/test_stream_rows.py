@@ -187,11 +187,15 @@ def test_wrong_requests_are_refused() -> None:
         (lambda: rb.remove_oldest(-1), ValueError), (lambda: rb.take(0), ValueError),
         (lambda: rb.take(5), ValueError), (lambda: rb.remove_oldest(1, lane=3), IndexError),
         (lambda: rb.take(1, [1, 1]), ValueError), (lambda: rb.drain(-1), ValueError),
+        (lambda: rb.empty(lane=torch.tensor([True, False])), TypeError),
     ):  # fmt: skip
         with pytest.raises(error):
             request()
     assert len(rb) == 2
     refuses(ValueError, "distinct lanes", LaneWriter, 3, [1, 1])
+    rb = make()
+    rb.extend(TensorDict({"env": torch.arange(2, dtype=torch.uint8)}, [2]))
+    refuses(IndexError, "uint8", rb.remove_oldest, 1, lane=256)  # as uint8 it would be 0
 
 
 @pytest.mark.parametrize("writer", ["ring", "lanes", "edit"])

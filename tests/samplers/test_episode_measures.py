@@ -180,6 +180,7 @@ def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
     for values, error in (
         ({"task": 2.0}, SchemaError), ({"task": torch.zeros(2, 2)}, SchemaError),
         ({"task": torch.zeros(3)}, ValueError), ({"draws": 1}, ValueError),
+        ({"task": "one"}, TypeError), ({"task": None}, TypeError),
     ):  # fmt: skip
         refuses(error, r"tag|name", rb.tag, index[[4, 15]], values)
 
