@@ -100,7 +100,7 @@ def test_cuts_and_ids_begin_without_previous_values(tmp_path: Path) -> None:
 
 
 def test_wrong_keys_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="previous as a list of keys, got str 'x'"):
+    with pytest.raises(TypeError, match="previous: expected a list of keys, got 'x'"):
         TrajectoryWriter(tmp_path, previous="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'valid' and 'steps' are reserved"):
         TrajectoryWriter(tmp_path, previous=["y", "steps"])
