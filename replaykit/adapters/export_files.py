@@ -167,26 +167,60 @@ def _check_target(target: Path, marker: str, overwrite: bool) -> None:
 
 
 class _UnfailingFile(io.FileIO):
-    """A file that keeps the error of the first failed write, and ignores later writes."""
+    """A file that keeps the error of the first failed write, and later writes in memory.
+
+    Reads also see these writes, because HDF5 cannot close a file that lost its metadata.
+    """
 
     error: OSError | None = None
 
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(path, mode)
+        self._kept: list[tuple[int, bytes]] = []  # writes after the error, with their positions
+        self._size = 0  # of the file and these writes
+
     def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
+        content, start = memoryview(data).cast("B"), self.tell()
+        rest = content
         try:
             while self.error is None and len(rest):
                 rest = rest[super().write(rest) :]
         except OSError as error:
-            self.error = error
-        return len(data)
+            self._fail(error)
+        if self.error is not None:
+            self._kept.append((start, bytes(content)))
+            self._size = max(self._size, super().seek(start + len(content)))
+        return len(content)
 
     def truncate(self, size: int | None = None) -> int:
+        size = self.tell() if size is None else size
         try:
             if self.error is None:
-                super().truncate(size)
+                return super().truncate(size)
         except OSError as error:
-            self.error = error
-        return size or 0
+            self._fail(error)
+        self._size = size
+        return size
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if self.error is not None and whence == os.SEEK_END:
+            return super().seek(self._size + offset)
+        return super().seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        view, start = memoryview(buffer).cast("B"), self.tell()
+        count = super().readinto(view) or 0
+        if self.error is None:
+            return count
+        view[count:] = bytes(len(view) - count)
+        for at, content in self._kept:
+            low, high = max(at, start), min(at + len(content), start + len(view))
+            if low < high:
+                view[low - start : high - start] = content[low - at : high - at]
+        return len(view)
+
+    def _fail(self, error: OSError) -> None:
+        self.error, self._size = error, os.fstat(self.fileno()).st_size
 
 
 @contextmanager
@@ -195,8 +229,7 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
 
     If a write fails, as on a full disk, HDF5 later ends the process with a segmentation fault. So
     it gets a file whose writes never fail. Signals wait for the function, also repeated ones. A
-    handler that raises during a write would make it fail, too. If HDF5 reads bytes that were not
-    written, it raises an error about damage. The error of the write replaces that error.
+    handler that raises during a write would make it fail, too.
     """
     import h5py
 
@@ -207,11 +240,6 @@ def new_h5_file(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
             if output.error is not None:
                 raise output.error
 
-        try:
-            with h5py.File(output, "w", track_order=True) as file:
-                yield file, check_writes
-        except Exception as error:
-            if output.error is not None and error is not output.error:
-                raise output.error from error
-            raise
+        with h5py.File(output, "w", track_order=True) as file:
+            yield file, check_writes
         check_writes()

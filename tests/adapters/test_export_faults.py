@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from h5py import h5f
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, transition
 from replaykit.adapters import (
@@ -188,6 +190,8 @@ def test_a_write_that_fails_is_an_error_with_the_target(form, overwrite, tmp_pat
         export(rows(1))
     before = sorted(tmp_path.rglob("*"))
     large = rows(3, length=3_000)
+    gc.collect()
+    opened = h5f.get_obj_count(h5f.OBJ_ALL, h5f.OBJ_ALL)
     monkeypatch.setattr(h5py, "File", SmallCache)
     for limit in (0, 100, 5_000, 60_000):
         with (
@@ -197,6 +201,8 @@ def test_a_write_that_fails_is_an_error_with_the_target(form, overwrite, tmp_pat
             export(large, overwrite=overwrite)
         found = sorted(tmp_path.rglob("*"))
         assert found == before or (not overwrite and found == [tmp_path / "x"])
+    gc.collect()  # HDF5 has closed each file, so none of them is used later
+    assert h5f.get_obj_count(h5f.OBJ_ALL, h5f.OBJ_ALL) == opened
 
 
 TWICE = """
