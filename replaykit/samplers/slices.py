@@ -59,7 +59,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _EpisodePass:
-    """The state of a pass over episodes."""
+    """The state of a pass over episodes.
+
+    ``in_order`` is False if rows were placed by hand. A load into other slots then orders the
+    episodes differently, so the numbers ``remaining`` name others.
+    """
 
     PREFIX: ClassVar[str] = "_"
     episodes: Count
@@ -68,6 +72,7 @@ class _EpisodePass:
     ran_out: bool
     remaining: Int64s | None = None
     returned: Int64s | None = None
+    in_order: bool = True
 
     def __post_init__(self) -> None:
         self.left()
@@ -175,6 +180,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._law: tuple[CountLaw, EpisodeMasses | None] | None = None
         self._length = 0
         self._rows = 0
+        self._in_order = True  # of the loaded rows, when they were saved
         self._forgotten = 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
@@ -303,8 +309,9 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         lanes = storage.lanes.numel()
-        if len(rows) * lanes != self._rows or (len(rows) and int(rows.max()) >= len(rows)):
-            self._forget()  # rows were lost, and possibly whole episodes
+        lost = len(rows) * lanes != self._rows or (len(rows) and int(rows.max()) >= len(rows))
+        if lost or not self._in_order:  # with rows, whole episodes may have been lost
+            self._forget()
         elif self._returned is not None:
             now = torch.empty(len(rows), dtype=torch.int64, device="cpu")
             now[rows.cpu()] = arange(len(rows))
@@ -314,7 +321,7 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def state_dict(self) -> dict[str, Any]:
         self._notice_writes()
-        remaining, returned = self._remaining, self._returned
+        remaining, returned, owner = self._remaining, self._returned, self.owner
         return {
             **super().state_dict(),
             "_remaining": None if remaining is None else remaining.clone(),
@@ -323,6 +330,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             "_length": self._length,
             "_rows": self._rows,
             "_ran_out": self._ran_out,
+            "_in_order": owner is None or owner.storage.ledger.oldest_first,
         }
 
     def _notice_writes(self) -> None:
@@ -342,7 +350,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         saved = self._declared_state(state_dict)
         self._remaining, self._returned = saved.left(), saved.rolled_back()
         self._episodes, self._length = saved.episodes, saved.length
-        self._rows, self._ran_out = saved.rows, saved.ran_out
+        self._rows, self._ran_out, self._in_order = saved.rows, saved.ran_out, saved.in_order
         self._index = self._version = None
         self._forgotten += 1
 

@@ -131,10 +131,9 @@ class SamplerWithoutReplacement(Sampler):
                 f"The batch size ({batch_size}) is greater than the storage capacity in use: "
                 f"{known} rows are stored, and drop_last=True gives no smaller batch"
             )
-        removed = storage.ledger.log.removed
-        if self._removed not in (-1, removed):  # rows are in other slots, so a new pass begins
+        if self._is_outdated(storage):
             self._remaining = None
-        self._removed = removed
+        self._removed = storage.ledger.log.removed
         remaining, drawn = self._remaining, None
         if self.even:
             left = known if remaining is None or self._length != count else len(remaining)
@@ -174,6 +173,10 @@ class SamplerWithoutReplacement(Sampler):
         after = int(place[batch_size]) if len(place) == batch_size + more else len(remaining)
         return index, remaining[after:]
 
+    def _is_outdated(self, storage: Storage) -> bool:
+        """Return whether a removal has put rows into other slots, so that a new pass begins."""
+        return self._removed not in (-1, storage.ledger.log.removed)
+
     def _too_few(self, remaining: torch.Tensor, batch_size: int) -> bool:
         return self.drop_last and len(remaining) < batch_size
 
@@ -188,11 +191,6 @@ class SamplerWithoutReplacement(Sampler):
             with storage.lock:
                 count = eligible_records(storage, self.needs).count
         return count >= (batch_size if self.drop_last else 1)
-
-    def about_to_write(self) -> None:
-        """Note the latest removal, so that a loaded pass notices the next one."""
-        if self._removed == -1 and self.owner is not None:
-            self._removed = self.owner.storage.ledger.log.removed
 
     def empty(self) -> None:
         super().empty()
@@ -238,7 +236,10 @@ class SamplerWithoutReplacement(Sampler):
         self._length = len(rows) * lanes
 
     def state_dict(self) -> dict[str, Any]:
-        remaining = None if self._remaining is None else self._remaining.cpu().clone()
+        remaining = self._remaining
+        if remaining is not None:
+            is_over = self.owner is not None and self._is_outdated(self.owner.storage)
+            remaining = None if is_over else remaining.cpu().clone()
         return {
             **super().state_dict(),
             "_remaining": remaining,
@@ -248,7 +249,9 @@ class SamplerWithoutReplacement(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = self._declared_state(state_dict)
-        self._remaining, self._whole_as_of, self._removed = saved.left(), None, -1
+        self._remaining, self._whole_as_of = saved.left(), None
+        # A load leaves the number of removals as it is, so the pass notices the next removal.
+        self._removed = -1 if self.owner is None else self.owner.storage.ledger.log.removed
         self._length, self._ran_out = saved.length, saved.ran_out
         self._resets += 1
 

@@ -198,14 +198,21 @@ class ChangeLog:
         """Record that any row may be at another slot."""
         self._record(ChangeKind.MOVE)
 
-    def remove(self, removal: Removal) -> None:
-        """Record that rows are gone, and that others have moved."""
+    def remove(self, removal: Removal, before: int) -> None:
+        """Record that rows are gone, and that others have moved.
+
+        Args:
+            before: the number of rows before. If it does not change, the rows only have to be read
+                again, and all slots keep their rows.
+        """
         run = self._begin(ChangeKind.REMOVE, None)
         run.parts.append(removal)
         run.count = 1
         self._named += _cost_of(run)
         self.number += 1
-        self.irregular = self.removed = self.number
+        self.irregular = self.number
+        if removal.length < before:
+            self.removed = self.number
 
     def _record(
         self, kind: ChangeKind, slots: Any = None, columns: frozenset[Path] | None = None

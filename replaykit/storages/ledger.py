@@ -412,7 +412,7 @@ class Ledger:
         self.length = top
         if removal is not None:
             source, target, self.length = removal
-            self.log.remove(removal)
+            self.log.remove(removal, top)
             positions.numpy()[target] = positions.numpy()[source]
             generations.numpy()[target] += 1
             generations[self.length : top] += 1

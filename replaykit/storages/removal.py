@@ -74,11 +74,6 @@ def remove_oldest(storage: ColumnStorage, lanes: Array, counts: Array) -> None:
     storage.notify(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
 
-def oldest_slots(index: EpisodeIndex, lanes: Array, counts: Array) -> Array:
-    """Return the slots of the oldest rows of lanes, stream after stream; int64 ``[K]`` each."""
-    return index.pool.oldest(index.keys(lanes), counts)
-
-
 class Replacement:
     """One change of rows: some leave, others come, and rows of the last slots fill the holes.
 

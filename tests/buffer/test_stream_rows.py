@@ -230,8 +230,8 @@ def test_loaded_tags_stay_with_their_episodes_in_the_first_change(
     assert data["mark"].tolist() == [marks[int(e.rows()["env"][0])] for e in rb.episodes]
 
 
-@pytest.mark.parametrize("loads", [False, True])
-def test_a_removal_begins_a_new_pass(loads: bool) -> None:
+@pytest.mark.parametrize("load", ["none", "buffer", "sampler", "later"])
+def test_a_removal_begins_a_new_pass(load: str) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(40, lane_key="env"), writer=LaneWriter(10), batch_size=4,
         sampler=lambda: SamplerWithoutReplacement(),
@@ -239,10 +239,14 @@ def test_a_removal_begins_a_new_pass(loads: bool) -> None:
     write(rb, [0, 1, 2, 3], 1, 2, 3)
     for step in range(20):
         rb.sample()
-        if loads:
+        if load == "buffer":
             rb.load_state_dict(rb.state_dict())
+        elif load == "sampler":
+            rb.sampler.load_state_dict(rb.sampler.state_dict())
         rb.take(1, [step % 4])
         write(rb, [step % 4], step + 4)  # as many rows as before
+        if load == "later":
+            rb.load_state_dict(rb.state_dict())
         drawn = torch.cat([rb.sample() for _ in range(3)])
         assert rb.sampler.ran_out
         assert len({*zip(drawn["env"].tolist(), drawn["t"].tolist(), strict=True)}) == 12

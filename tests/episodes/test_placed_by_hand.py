@@ -10,7 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+from replaykit import (
+    LaneWriter,
+    LazyTensorStorage,
+    ReplayBuffer,
+    SliceSamplerWithoutReplacement,
+)
 
 SLOTS = 7
 
@@ -110,3 +115,38 @@ def test_extend_with_views_of_the_buffer_equals_extend_with_copies():
         buffer.extend(view.clone() if copied else view)
         found.append([episode.index.tolist() for episode in buffer.episodes])
     assert found[0] == found[1] == [[2, 0], [1], [4, 5], [3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"lane_key": "env"}])
+@pytest.mark.parametrize("slots", [SLOTS, 20])
+@pytest.mark.parametrize("resized", [False, True])
+def test_a_pass_over_episodes_repeats_none_after_a_load(
+    options: dict[str, Any], slots: int, resized: bool
+) -> None:
+    """In other slots, the episodes have another order, and a new pass begins."""
+
+    def make(slots: int, seed: int = 0) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(slots, **options),
+            sampler=SliceSamplerWithoutReplacement(slice_len=1),
+            batch_size=1,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    for seed in range(10):
+        made = make(SLOTS, seed)
+        made.extend(rows(0, 6, done=tuple(range(6))))
+        made.storage.set(torch.tensor([4, 1]), rows(6, 2, done=(6, 7)))
+        episodes = {tuple(each) for each in shown(made)}
+        drawn = {int(made.sample()["number"]) for _ in range(2)}
+        other = made if resized else make(slots)
+        if resized:
+            made.resize(slots)
+        else:
+            other.load_state_dict(made.state_dict())
+        assert {tuple(each) for each in shown(other)} == episodes
+        rest = [int(other.sample()["number"]) for _ in range(len(episodes))]
+        if slots == SLOTS:
+            assert drawn | set(rest[: len(episodes) - 2]) == set(other["number"].tolist())
+        else:
+            assert sorted(rest) == sorted(other["number"].tolist())

@@ -120,9 +120,10 @@ class BatchCheck:
     def _single_rows(self, size: int, passes: Pass) -> None:
         name, model = self.combination.sampler, self.model
         if name == "pass":
-            left = len(passes.left) if passes.left and passes.of == len(model) else len(model)
+            of = len(model), model.removals
+            left = len(passes.left) if passes.left and passes.of == of else len(model)
             assert len(self.slots) == min(size, left), f"{len(self.slots)} rows, {left} left"
-            passes.take(self.slots, lambda: set(model.stored()), len(model))
+            passes.take(self.slots, lambda: set(model.stored()), of)
             return
         if name == "consuming":
             size = min(size, len(model.drawable()))

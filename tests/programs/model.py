@@ -87,6 +87,8 @@ class Model:
     """True if rows were placed by hand, or by rank, since the buffer was empty."""
     episodic: bool = False
     """True if an `EpisodeWriter` stores whole episodes, and evicts the oldest."""
+    removals: int = 0
+    """The number of times that rows have left, and others moved to their slots."""
 
     slots: list[Row | None] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
@@ -157,6 +159,7 @@ class Model:
     def remove(self, slots: Iterable[int]) -> None:
         """Remove rows. Rows of the last slots move to the free slots."""
         holes, top = sorted(slots), len(self)
+        self.removals += 1
         self.find_begins()
         length = top - len(holes)
         last = [slot for slot in range(length, top) if slot not in holes]
@@ -551,7 +554,7 @@ class Pass:
     first: int = -1
     """The row id of the first row of that window."""
     of: Any = None
-    """The number of rows when the pass began. If it changes, a new pass begins."""
+    """The numbers of rows and of removals when the pass began. A change begins a new pass."""
 
     def take(self, taken: Iterable[Any], everything: Callable[[], set[Any]], of: Any) -> bool:
         """Take a batch from the pass; return whether this ends the pass."""
@@ -574,11 +577,11 @@ class Pass:
         places = {old: slots[number] for old, number in numbers.items() if number in slots}
         if not self.left:
             return
-        if isinstance(self.of, int):
-            if self.of != len(numbers):
+        if isinstance(self.of, tuple):
+            if self.of != (len(numbers), model.removals):
                 return  # the next draw begins a pass
             self.left = {places[slot] for slot in self.left if slot in places}
-            self.of = len(model)
+            self.of = len(model), model.removals
             return
         kept = {
             tuple(one): tuple(places[slot] for slot in one if slot in places) for one in self.of[1]

@@ -22,7 +22,7 @@ import torch
 from replaykit import ReplayBuffer
 from tests.programs.batches import BatchCheck, flat_slots, index_of
 from tests.programs.combinations import BATCH, STREAMS, Combination
-from tests.programs.model import Pass, Values
+from tests.programs.model import Model, Pass, Values
 from tests.programs.rows import COLUMNS, check_rows, make_values, to_columns, to_tensordict
 from tests.programs.session import Save, Session
 
@@ -61,6 +61,11 @@ def writable(c: Combination) -> bool:
 def viewable(c: Combination) -> bool:
     """True if slices are views of the stored rows, and no prefetched batch reads them later."""
     return c.columns and not c.n_step and not c.prefetch
+
+
+def may_renumber(s: Session, model: Model, slots: int) -> bool:
+    """Return whether other slots may end a pass over episodes, as rows were placed by hand."""
+    return s.combination.sampler == "slice pass" and model.by_hand and slots != model.capacity
 
 
 def in_slice_pass(s: Session) -> bool:
@@ -446,17 +451,13 @@ def extend_with_tags(s: Session, rng: Random) -> None:
 
 def ordered(c: Combination) -> bool:
     """True if the storage has queues of rows, and its twin has the same."""
-    twin = c.writer not in ("lanes", "episodes") or removes(c)
-    return c.columns and writable(c) and c.sampler != "consuming" and twin
+    removal = c.writer not in ("lanes", "episodes") or removes(c)
+    return c.columns and writable(c) and c.sampler != "consuming" and removal
 
 
 def removes(c: Combination) -> bool:
-    """True if rows that are taken leave the storage at once.
-
-    The twin loads the pass to which it goes back, so a removal would come after a load.
-    """
-    twin = not (c.passes and c.prefetch)
-    return c.writer in ("lanes", "episodes") and not (c.shared and c.dedup) and twin
+    """True if rows that are taken leave the storage at once."""
+    return c.writer in ("lanes", "episodes") and not (c.shared and c.dedup)
 
 
 def remove(s: Session, slots: list[int]) -> None:
@@ -575,6 +576,8 @@ def resize(s: Session, rng: Random) -> None:
             s.call(f"rb.resize({slots})", lambda rb: rb.resize(slots), RuntimeError)
             return
         slots = max(slots, STREAMS * model.ring)
+    if may_renumber(s, model, slots):
+        return
     if slots != model.capacity:
         s.rewind()
     kept = model.kept_episodes(slots) if model.episodic else None
@@ -618,34 +621,25 @@ def update_priority(s: Session, rng: Random) -> None:
         s.model.set_priority(slot, priority, generation)
 
 
-@operation(3, lambda c: c.prioritized)
+@operation(4, lambda c: c.prioritized)
 def set_priority(s: Session, rng: Random) -> None:
-    """Set priorities of stored rows without generations."""
+    """Set priorities of stored rows without generations, or give the rows the default."""
     stored = s.model.stored()
     if not stored:
         return
     slots = rng.sample(stored, rng.randint(1, len(stored)))
-    priorities = [rng.randint(0, 32) / 8 for _ in slots]
     index = index_of(slots, s.combination.lanes)
-    s.call(
-        f"rb.update_priority({slots}, {priorities})",
-        lambda rb: rb.update_priority(index, torch.tensor(priorities)),
-    )
+    if rng.random() < 1 / 4:
+        priorities = [s.model.highest_priority] * len(slots)
+        s.call(f"rb.mark_update({slots})", lambda rb: rb.mark_update(index))
+    else:
+        priorities = [rng.randint(0, 32) / 8 for _ in slots]
+        s.call(
+            f"rb.update_priority({slots}, {priorities})",
+            lambda rb: rb.update_priority(index, torch.tensor(priorities)),
+        )
     for slot, priority in zip(slots, priorities, strict=True):
         s.model.set_priority(slot, priority, None)
-
-
-@operation(1, lambda c: c.prioritized)
-def mark_update(s: Session, rng: Random) -> None:
-    """Give rows the default priority."""
-    stored = s.model.stored()
-    if not stored:
-        return
-    slots = rng.sample(stored, rng.randint(1, len(stored)))
-    index = index_of(slots, s.combination.lanes)
-    s.call(f"rb.mark_update({slots})", lambda rb: rb.mark_update(index))
-    for slot in slots:
-        s.model.set_priority(slot, s.model.highest_priority, None)
 
 
 @operation(1, lambda c: c.prioritized)
@@ -799,8 +793,10 @@ def load(s: Session, rng: Random) -> None:
     """Go back to a saved state."""
     if not s.saves:
         return
-    s.handle = s.buffer
     saved = rng.choice(s.saves)
+    if may_renumber(s, saved.model, s.model.capacity):
+        return
+    s.handle = s.buffer
     states = iter(saved.states)
 
     def act(rb: ReplayBuffer) -> None:
@@ -836,6 +832,8 @@ def load_elsewhere(s: Session, rng: Random) -> None:
         dedup=c.storage in ("lazy", "memmap") and rng.random() < 0.5,
     )
     if not other.columns and (other.windows or other.n_step or other.sequences):
+        return
+    if may_renumber(s, s.model, c.capacity):
         return
     path = s.new_path()
     s.lines.append(f"other = new buffer ({other}); rb.dumps(...); other.loads(...)")

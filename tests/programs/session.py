@@ -44,8 +44,6 @@ class Draw:
     """The number of the draw among all draws."""
     generator: Any = None
     """The state of the twin's generator before the draw."""
-    sampler: Any = None
-    """The state of the twin's pass before the draw."""
     mark: Any = None
     """The twin's place before the draw."""
 
@@ -129,6 +127,7 @@ class Session:
         c = self.combination
         for buffer in (*self.handles, self.twin):
             buffer.shutdown()
+        self.queue.clear()  # its marks may keep the twin's rows
         self.buffer = self.other = self.handle = self.twin = buffer = None  # type: ignore[assignment]
         gc.collect(2 if c.shared else 0)  # a handle that is not collected yet keeps the rows shared
         make = c.join if c.shared and seed % 2 and (self.folder / "rows").exists() else c.make
@@ -254,9 +253,7 @@ class Session:
             draw = self._new_draw()
             if self.combination.prefetch:
                 draw.generator = self.twin._generator.get_state()
-                if self.combination.passes:
-                    draw.sampler = self.twin.sampler.state_dict()
-                elif self.combination.remembers:
+                if self.combination.remembers:
                     draw.mark = self.twin.sampler.mark(self.twin.storage)
             draw.twin_batch = self.twin.sample()
             draw.ended = self.combination.passes and bool(self.twin.sampler.ran_out)
@@ -277,10 +274,6 @@ class Session:
             self.twin._generator.set_state(draw.generator)
             if draw.mark is not None:
                 self.twin.sampler.rollback(draw.mark, self.twin.storage)
-            if draw.sampler is not None:
-                self.twin.sampler.load_state_dict(draw.sampler)
-                if draw.model.placements != self.model.placements:
-                    self.twin.sampler.extend(torch.empty(0, dtype=torch.int64))
         self.queue.clear()
 
     def direct_batch(self, line: str, size: int) -> None:
