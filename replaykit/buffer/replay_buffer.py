@@ -668,10 +668,10 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
 
         Args:
             empty_write_count: reset ``write_count``, and a rate limiter's counts in ``stats``, to
-                0. The rate limiter itself starts over in any case.
+                0. The rate limiter itself starts over in any case. If rows stay because of ``lane``
+                or ``protected``, the counts and the rate limiter go on.
             lane: remove only the rows of these streams, as ``remove_oldest`` does; None for all.
-            protected: also remove the episodes that an EpisodeWriter protects. Without it, they
-                stay, and so do the counts if there are any.
+            protected: also remove the episodes that an EpisodeWriter protects.
 
         Raises:
             RuntimeError: the writer does not allow writing.

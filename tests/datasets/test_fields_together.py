@@ -287,6 +287,16 @@ def test_a_field_that_could_get_nothing_is_an_error_at_declaration():
         _layout(Field("/", "info", ("info",)), Field("obs/", "observation", ("observation",)))
 
 
+def test_a_layout_that_overrides_the_old_name_of_a_method_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Old(type(ROBOMIMIC)):
+        def beside(self, location):
+            return {"seed": 1}
+
+    with pytest.raises(TypeError, match="Old: expected sidecar_facts, got beside"):
+        Old(**vars(_layout(STATE, SCORE)))
+
+
 @pytest.mark.parametrize("column", [False, True])
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 1)])
 @pytest.mark.parametrize("alignment", [FINAL_STATE, STEPS, ARRIVALS])

@@ -203,6 +203,10 @@ class DropLeaves(Exception):
         self.why = why
 
 
+_OLD_NAME: Final = "beside"
+"""The name of ``Layout.sidecar_facts`` in version 0.1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The declaration of a known or custom corpus.
@@ -294,10 +298,13 @@ class Layout:
         Two optional fields may fill the same key, because a file then has at most one of them.
 
         Raises:
+            TypeError: the class defines ``beside``, the old name of ``sidecar_facts``.
             ValueError: an earlier field takes all datasets of a field. Or two fields fill the same
                 key, or a key below the other key. Or a field fills a key that every data set has.
                 Or the first row takes a record before record 0.
         """
+        if hasattr(self, _OLD_NAME):  # it would not be called any more
+            raise TypeError(f"{type(self).__name__}: expected sidecar_facts, got {_OLD_NAME}")
         for at, entry in enumerate(self.fields):
             for before in self.fields[:at]:
                 if before.shadows(entry):
