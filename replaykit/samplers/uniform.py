@@ -235,14 +235,18 @@ class SamplerWithoutReplacement(Sampler):
         self._remaining = kept if len(kept) else None
         self._length = len(rows) * lanes
 
+    def _left(self) -> torch.Tensor | None:
+        """Return the rows left in the pass, unless the next draw begins a new pass."""
+        storage = None if self.owner is None else self.owner.storage
+        if storage is not None and (self._is_outdated(storage) or self._length != len(storage)):
+            return None
+        return self._remaining
+
     def state_dict(self) -> dict[str, Any]:
-        remaining = self._remaining
-        if remaining is not None:
-            is_over = self.owner is not None and self._is_outdated(self.owner.storage)
-            remaining = None if is_over else remaining.cpu().clone()
+        remaining = self._left()
         return {
             **super().state_dict(),
-            "_remaining": remaining,
+            "_remaining": None if remaining is None else remaining.cpu().clone(),
             "_length": self._length,
             "_ran_out": self._ran_out,
         }
@@ -256,7 +260,8 @@ class SamplerWithoutReplacement(Sampler):
         self._resets += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_whole_as_of": None, "_removed": -1}
+        state = {**super().__getstate__(), "_whole_as_of": None, "_removed": -1}
+        return state if self._left() is not None else {**state, "_held_remaining": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -311,8 +311,13 @@ class EpisodeIndexes:
         self._load_tags()
 
     def before_edit(self, paths: Collection[Path]) -> None:
-        """Find the episodes of loaded tags before an edit of columns moves their ends."""
+        """Find the episodes of loaded tags before an edit of columns moves their ends.
+
+        Follow other processes first: later their begins of episodes may not fit the rows.
+        """
         self.settle()
+        if self.heads_from is not None:
+            self._catch_up()
         if self._saved_tags is not None:
             rule = _DEFAULT.bind(self.storage.require().schema)
             if not rule.paths.isdisjoint(paths):
@@ -537,9 +542,10 @@ class EpisodeIndexes:
 
         The first index of these rows needs them for episodes whose first rows are not stored.
         """
-        if self._saved is not None or self.heads_from is None:
+        known = None if self.heads_from is None else self.heads_from()
+        if known is None or (self._saved is not None and not known["now"]):
             return self._saved
-        return self.heads_from()
+        return known  # other processes may have written since the load of ``_saved``
 
     @property
     def has_begins(self) -> bool:

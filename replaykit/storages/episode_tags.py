@@ -529,15 +529,23 @@ def state_of_subset(
 def _marks_with_gaps(
     state: dict[str, Any], index: EpisodeIndex, ledger: Ledger, lanes: int
 ) -> dict[str, Any]:
-    """Return the cuts, with one at each gap, since other slots do not show the gaps."""
-    table = index.table()
-    element = index.element(table.last, table.lane)
-    row_id = ledger.positions(torch.from_numpy(element // lanes)).numpy()
+    """Return the cuts, with one at each gap, since other slots do not show the gaps.
+
+    All streams end before a row whose row id does not follow that of the slot before.
+    """
+    first = ledger.cursor if ledger.length == ledger.slots else 0
+    slots = np.roll(np.arange(ledger.length), -first)
+    row_id = ledger.positions(torch.from_numpy(slots)).numpy()
+    segment = np.cumsum(np.diff(row_id, prepend=row_id[0] - 1) != 1)
+    number = (row_id[:, None] * lanes + np.arange(lanes)).reshape(-1)
+    lane = index.time_and_lane((slots[:, None] * lanes + np.arange(lanes)).reshape(-1))[1]
+    group = np.repeat(segment, lanes) * index.lanes + lane
+    last = len(group) - 1 - np.unique(group[::-1], return_index=True)[1]
     newest = np.full(index.lanes, -1)
-    np.maximum.at(newest, table.lane, row_id)
-    gap = row_id < newest[table.lane]
+    np.maximum.at(newest, lane, number)
+    gaps = number[last][number[last] < newest[lane[last]]]
     codes = dict(zip(state["marks"], state["codes"], strict=True))
-    codes = dict.fromkeys((row_id * lanes + element % lanes)[gap].tolist(), SEVERED) | codes
+    codes = dict.fromkeys(gaps.tolist(), SEVERED) | codes
     return {"marks": sorted(codes), "codes": [codes[mark] for mark in sorted(codes)]}
 
 

@@ -579,7 +579,8 @@ class Pass:
             return
         if isinstance(self.of, tuple):
             if self.of != (len(numbers), model.removals):
-                return  # the next draw begins a pass
+                self.left = None  # the next draw begins a pass
+                return
             self.left = {places[slot] for slot in self.left if slot in places}
             self.of = len(model), model.removals
             return

@@ -843,10 +843,10 @@ def load_elsewhere(s: Session, rng: Random) -> None:
     load_rows(made, path)
     model = s.model.frozen()
     passes, numbers = copy.deepcopy(s.passes), {at: model[at].number for at in model.stored()}
-    model.fit(c.capacity)
-    passes.move(numbers, model)
     if not c.columns:
         model.cuts.clear()  # a storage of lists knows no cuts
+    model.fit(c.capacity)
+    passes.move(numbers, model)
     model.cut()
     check_copy(s, made, other, model, passes, rng)
 

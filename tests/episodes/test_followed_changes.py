@@ -1,0 +1,85 @@
+"""Episodes and passes after changes of capacity, loads and other processes' edits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+)
+from tests.storages.sharing import another
+
+
+def _rows(first: int, ends: list[int], env: int = 0) -> TensorDict:
+    """Return rows numbered from ``first`` on, with a flag of their ends."""
+    done = torch.tensor(ends, dtype=torch.bool)
+    x = torch.arange(first, first + len(ends))
+    return TensorDict({"x": x, "env": x * 0 + env, "next": {"done": done}}, [len(ends)])
+
+
+def _episodes(rb: ReplayBuffer) -> list[list[int]]:
+    return sorted(episode.rows()["x"].tolist() for episode in rb.episodes)
+
+
+def test_resize_cuts_gaps_but_no_episode_ends() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter(rank_key="x"))
+    rb.extend(_rows(0, [0, 1, 0]))
+    rb.resize(9)
+    rb[1] = _rows(1, [0])[0]
+    assert _episodes(rb) == [[0, 1, 2]]
+
+
+def test_processes_agree_on_ids_after_a_load(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), shared=True)
+    rb.extend(_rows(0, [0] * 6))
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    other = another(rb)
+    for writer, reader in ((other, rb), (rb, other)):
+        writer.extend(_rows(6, [1, 0, 0, 0, 0, 0]))
+        assert [e.id for e in reader.episodes] == [e.id for e in writer.episodes]
+
+
+def test_an_edit_follows_edits_of_rows_that_are_gone() -> None:
+    """Another process ends an episode and overwrites that end, before this process edits a row."""
+    storage = LazyTensorStorage(3, lane_key="env")
+    rb = ReplayBuffer(storage=storage, shared=True)
+    rb.extend(_rows(0, [0, 0, 0]))
+    other = another(rb)
+    assert len(other.episodes) == 1
+    rb[2] = _rows(2, [1])[0]
+    rb.extend(_rows(3, [0, 0, 0]))
+    other[1] = _rows(4, [0])[0]
+    assert [e.id for e in other.episodes] == [e.id for e in rb.episodes] == [3]
+
+
+def test_a_pass_that_is_over_is_over_in_copies(tmp_path: Path) -> None:
+    """A row ends a pass of 9 rows. The smaller copies have 9 rows again, but begin a pass."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20),
+        sampler=SamplerWithoutReplacement(),
+        writer=TensorDictMaxValueWriter(rank_key="x"),
+        batch_size=6,
+    )
+    rb.extend(_rows(1, [0] * 9))
+    rb.sample()
+    rb.add(_rows(0, [0])[0])
+    rb.dumps(tmp_path)
+    small = ReplayBuffer(
+        storage=LazyTensorStorage(9),
+        sampler=SamplerWithoutReplacement(),
+        writer=TensorDictMaxValueWriter(rank_key="x"),
+        batch_size=6,
+    )
+    with pytest.warns(UserWarning, match="smaller capacity"):
+        small.loads(tmp_path)
+    for made in (small, copy.deepcopy(rb)):
+        assert len(made.sample()) == 6
