@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replaykit.buffer.draw import drop_draws, rewind
+from replaykit.buffer.draw import drop_draws, random_state, rewind, set_random_state
 from replaykit.buffer.events import Event
 from replaykit.keywords import whole_number
 
@@ -34,6 +34,12 @@ def resize_rows(buffer: ReplayBuffer, rows: int) -> int:
                 one._rate_limiter.check_capacity(slots * cells)
         if rows == storage.max_size:
             return 0
+        storage.check_resizable()
+        random = random_state(buffer._generator)
+        try:
+            buffer._writer.kept_rows(slots)  # refuses before draws are undone
+        finally:  # an evictor may have drawn
+            set_random_state(buffer._generator, random)
         length = storage.ledger.length
         states = []
         for one in buffers:

@@ -160,14 +160,16 @@ class RestorableStorage(ColumnStorage):
         content = replace(self.content().copied(), ledger=self.ledger)
         return lambda: self.load_content(content, self.check_content(content), None)
 
-    @contextlib.contextmanager
-    def resized(self, max_size: int, rows: torch.Tensor | None) -> Iterator[None]:
-        """Copy the rows that stay into columns of another capacity; see ``Storage.resized``."""
+    def check_resizable(self) -> None:
         if self.recovery is not None:
             raise RuntimeError(
                 "expected a storage without recover=True or shared=True, whose files and mappings "
                 f"have a fixed size, got {self!r}"
             )
+
+    @contextlib.contextmanager
+    def resized(self, max_size: int, rows: torch.Tensor | None) -> Iterator[None]:
+        """Copy the rows that stay into columns of another capacity; see ``Storage.resized``."""
         if self._columns is not None:
             self.indexes.index_pending()
         with self._undone_on_error(self.indexes):

@@ -315,6 +315,10 @@ class Storage(Uncompiled, ABC):
         for slot, item in enumerate(picked):
             self.set(slot, item)
 
+    def check_resizable(self) -> None:
+        """Raise RuntimeError if the capacity of this storage is fixed."""
+        raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
+
     def resized(
         self, max_size: int, rows: torch.Tensor | None
     ) -> contextlib.AbstractContextManager[None]:
@@ -324,11 +328,8 @@ class Storage(Uncompiled, ABC):
 
         Args:
             rows: old slots of the rows that stay, oldest first; None if all rows keep their slots.
-
-        Raises:
-            RuntimeError: the capacity of this storage is fixed. Nothing has changed then.
         """
-        raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def _undone_on_error(self, *parts: Any) -> Iterator[None]:

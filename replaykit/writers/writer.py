@@ -138,8 +138,8 @@ class Writer(Uncompiled, ABC):
         Its value is the result of ``kept_rows``.
 
         Raises:
-            BufferFull, RuntimeError, MemoryError, OSError: as ``ReplayBuffer.resize`` does. Nothing
-                has changed then.
+            BufferFull, MemoryError, OSError: as ``ReplayBuffer.resize`` does. Nothing has changed
+                then.
         """
         storage = self.storage
         kept = self.kept_rows(-(-max_size // storage.lanes.numel()))

@@ -31,6 +31,7 @@ from replaykit import (
     StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
+    Uniform,
 )
 from replaykit.errors import BufferFull
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -360,3 +361,24 @@ def test_an_error_at_any_step_is_undone(
 
 def _raise(*_: Any) -> None:
     raise MemoryError
+
+
+def test_a_refusal_keeps_prefetched_batches_and_random_numbers() -> None:
+    found = []
+    for refused in (False, True):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(12, lane_key="id"),
+            writer=EpisodeWriter(evict=Uniform(), protect="kept"),
+            batch_size=8,
+            prefetch=2,
+            generator=torch.Generator().manual_seed(0),
+        )
+        for key in range(3):
+            rb.tag(rb.extend(_episode(key, 4))[:1], {"kept": key == 0})
+        found.append([rb.sample()["x"]])
+        rb.extend(_episode(3, 4))
+        if refused:
+            with pytest.raises(BufferFull, match="at most 3 rows"):
+                rb.resize(3)
+        found[-1] += [rb.sample()["x"] for _ in range(4)]
+    assert torch.equal(*map(torch.stack, found))
