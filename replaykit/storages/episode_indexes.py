@@ -413,7 +413,7 @@ class EpisodeIndexes:
             heads = {name: _plain(value) for name, value in heads.items()}
         marks, codes = known["marks"].tolist(), known["codes"].tolist()
         found = {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
-        tags = None if self._main is None else self.tags.state(self._main)
+        tags = self.tags.state(self._main if self.storage.ledger.length else None)
         return found if tags is None else {**found, "tags": tags}
 
     def known(self) -> dict[str, Any]:
@@ -473,10 +473,14 @@ class EpisodeIndexes:
         self._tags, self._saved_tags, self._new_tags = EpisodeTags(), None, None
         storage = self.storage
         ledger = storage.ledger
+        tags = None if state is None else state.get("tags")
         if not ledger.length:
+            if tags is not None:  # their names and layouts
+                none = {name: column[:0] for name, column in tags["columns"].items()}
+                self._tags.load(np.zeros(0, np.int64), none, None)
             return
-        if state is not None and state.get("tags") is not None:
-            self._saved_tags = moved_tags(state["tags"], rows, storage.lanes.numel())
+        if tags is not None:
+            self._saved_tags = moved_tags(tags, rows, storage.lanes.numel())
         if state is not None and old is not None:
             if rows is None and ledger.unread:
                 # No row has moved, and no row id changes before the use of the state.

@@ -201,10 +201,17 @@ class EpisodeTags:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "edited": False}
 
-    def state(self, index: EpisodeIndex) -> dict[str, Any] | None:
-        """Return the values of the stored episodes for a ``TagState``; None without values."""
+    def state(self, index: EpisodeIndex | None) -> dict[str, Any] | None:
+        """Return the values of the stored episodes for a ``TagState``; None without values.
+
+        ``index`` is None if no row is stored.
+        """
         if not self._columns:
             return None
+        if index is None:
+            element = torch.zeros(0, dtype=torch.int64, device="cpu")
+            none = {name: column[:0].clone() for name, column in self._columns.items()}
+            return {"element": element, "columns": none}
         table = index.table()
         ids = index.ids(table.first, table.lane)
         known = np.isin(ids, self._ids)
@@ -214,14 +221,14 @@ class EpisodeTags:
         columns = {name: self.get(name, ids[known]) for name in names}
         return {"element": torch.from_numpy(element), "columns": columns}
 
-    def load(self, element: Array, columns: Mapping[str, Any], index: EpisodeIndex) -> None:
-        """Replace all values by saved ones; see ``TagState``."""
-        ids = index.ids(*index.time_and_lane(element))
+    def load(self, element: Array, columns: Mapping[str, Any], index: EpisodeIndex | None) -> None:
+        """Replace all values by saved ones; see ``TagState``. Without rows, ``index`` is None."""
+        ids = element if index is None else index.ids(*index.time_and_lane(element))
         order = np.argsort(ids)
         self._ids = ids[order]
         at = torch.from_numpy(order)
         self._columns = {name: column[at].clone() for name, column in columns.items()}
-        self._counted_at = index.version if COUNTED in columns else -1
+        self._counted_at = index.version if index is not None and COUNTED in columns else -1
         self.number += 1
         self.layout += 1
         self.edited = False

@@ -183,6 +183,11 @@ def test_predicates_follow_tags_and_writes(tmp_path: Path) -> None:
         ({"task": "one"}, TypeError), ({"task": None}, TypeError),
     ):  # fmt: skip
         refuses(error, r"tag|name", rb.tag, index[[4, 15]], values)
+    rb.empty()
+    other.load_state_dict(rb.state_dict())
+    other.resize(30)
+    write(other, {4: 9})  # the tag is known without an episode that has it
+    refuses(NotEnoughData, "no window that where= allows", other.sample)
 
 
 @pytest.mark.acceptance("C31")
