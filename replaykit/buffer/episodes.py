@@ -562,6 +562,7 @@ def tag_episodes(
     with buffer._locked() as storage:
         columns = with_episodes(storage)
         at = as_tensor(index).detach().to("cpu")
+        at = at if at.numel() else at.long()  # torch makes an empty list float32
         if at.is_floating_point() or at.dtype == torch.bool:
             raise TypeError(f"expected an index of integers, got {at.dtype}")
         at = at.reshape(-1, storage.ndim) if storage.ndim > 1 else at.reshape(-1)

@@ -749,7 +749,7 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             NotEnoughData: with ``timeout=0``, a stream has too few rows, or none.
             TimeoutError: the rows did not come in time.
             IndexError: there is no such lane, or the ``lanes`` of the LaneWriter do not name it.
-            ValueError: ``n`` exceeds the rows of a stream, or a stream is named twice; or the
+            ValueError: ``n`` exceeds the rows of a stream; no stream is named, or one twice; or the
                 sampler uses rows up.
             RuntimeError: the storage has no tensors, or rows of streams were placed by hand.
 

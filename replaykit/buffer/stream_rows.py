@@ -200,6 +200,8 @@ def close_queues(buffer: ReplayBuffer, closed: bool) -> None:
 def take_rows(buffer: ReplayBuffer, n: int, lanes: Any, timeout: float | None) -> Any:
     """Return the ``n`` oldest rows of each stream ``[B, n]``, and remove them."""
     n = whole_number("n", n, 1)
+    if lanes is not None and not np.asarray(lanes).size:
+        raise ValueError("expected at least one stream, got none; lanes=None means all streams")
     buffer._ready()
     with _Wait(buffer, timeout, f"expected {n} rows of each stream") as wait:
         while True:

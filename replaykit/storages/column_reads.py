@@ -108,6 +108,8 @@ class ColumnReads(Storage):
             return None
         index, leaf = self.episodes, cast(Any, self).schema.leaves[self.lane_key]
         values = torch.as_tensor(lane, device="cpu")
+        if not values.numel():
+            return np.zeros(index.lanes, bool)
         is_mask = values.dtype is torch.bool and leaf.dtype is not torch.bool
         if is_mask or (values.is_floating_point() and not leaf.dtype.is_floating_point):
             raise TypeError(f"expected keys of streams as {leaf.dtype}, got {values.dtype}")

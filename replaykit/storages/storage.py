@@ -445,7 +445,9 @@ class Storage(Uncompiled, ABC):
             return None
         count = self.lanes.numel()
         lanes, chosen = np.zeros(count, bool), np.atleast_1d(np.asarray(lane))
-        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < count):
+        if not chosen.size:
+            return lanes
+        if not (chosen.min() >= 0 and chosen.max() < count):
             raise IndexError(f"expected lanes in [0, {count}), got {chosen.tolist()}")
         lanes[chosen] = True
         return lanes

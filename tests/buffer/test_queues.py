@@ -192,6 +192,7 @@ def test_wrong_requests_change_nothing() -> None:
         (lambda: rb.take(13), ValueError, "at most 12 rows"),
         (lambda: rb.take(1, [1]), IndexError, r"lanes in \[0, 1\)"),
         (lambda: rb.take(1, [0, 0]), ValueError, "each lane once"),
+        (lambda: rb.take(1, []), ValueError, "at least one stream"),
         (lambda: rb.extend(rows([0], 0, 13), overwrite=False), ValueError, "at most 12 rows of"),
     ):
         refuses(error, text, request)
@@ -204,6 +205,12 @@ def test_wrong_requests_change_nothing() -> None:
     other.extend(rows([0], 0))
     for refused in (partial(other.take, 1), other.drain):
         refuses(ValueError, "a sampler that uses no rows up", refused)
+    streams.extend(rows([0], 0))
+    for buffer in rb, streams:  # an empty selection
+        buffer.cut([])
+        assert buffer.tag([], {"task": 1}) == 0
+        assert buffer.episodes.reasons.tolist() == [0]
+    assert streams.remove_oldest(1, lane=[]) == 0
     assert rb.take(12)["x"].tolist() == [list(range(12))]
 
 
