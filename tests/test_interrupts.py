@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -732,3 +733,23 @@ def extend_until(rb: ReplayBuffer, done: Any, stop: Any) -> None:
     while not stop.is_set():
         rb.extend(rows(0, 5)[:3])
         done.value += 3
+
+
+def test_updates_of_a_sampler_without_a_storage_are_whole() -> None:
+    def made(*priorities: float) -> PrioritizedSampler:
+        sampler = PrioritizedSampler(8, 0.7, 0.5, max_priority_within_buffer=True)
+        sampler.extend(torch.arange(4))
+        for priority in priorities:
+            sampler.update_priority(torch.arange(4), priority)
+        return sampler
+
+    def shown(sampler: PrioritizedSampler) -> Any:
+        return sampler.state_dict()["_priorities"].tolist(), sampler.default_priority
+
+    step, cut, whole = 0, True, [shown(made(2.0)), shown(made(2.0, 5.0))]
+    while cut:
+        step, sampler = step + 1, made(2.0)
+        update = partial(sampler.update_priority, torch.arange(4), 5.0)
+        cut, _ = interrupted_at(step, update, bytecodes=False)
+        assert shown(sampler) in whole, f"step {step}"
+    assert shown(sampler) == whole[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.context
 import weakref
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from replaykit._compat import arange
 from replaykit.declared import encode_state
 from replaykit.episodes import NOTHING, WINDOWS, CountLaw, EpisodeIndex
+from replaykit.interrupts import deferred
 from replaykit.keywords import checked_keywords
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.episode_measures import EpisodeMasses
@@ -36,8 +36,6 @@ from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
 
 _UNKNOWN = 1 << 48
 """Limit of an index if no storage is known."""
-
-_NO_LOCK = contextlib.nullcontext()
 
 
 class PrioritizedSampler(Sampler):
@@ -292,8 +290,8 @@ class PrioritizedSampler(Sampler):
 
     @staticmethod
     def _lock_of(storage: Storage | None) -> Any:
-        """Return the lock of the priorities. Buffers hold it already."""
-        return _NO_LOCK if storage is None else storage.lock
+        """Return the lock of the priorities, which buffers hold already; it defers signals."""
+        return deferred if storage is None else storage.lock
 
     # -- notifications of writes --------------------------------------------------------------
 
@@ -359,7 +357,8 @@ class PrioritizedSampler(Sampler):
     def empty(self) -> None:
         """Forget all priorities, and the largest priority ever set."""
         super().empty()
-        self._table.forget()
+        with self._lock_of(self._home(None)):
+            self._table.forget()
 
     # -- priorities ---------------------------------------------------------------------------
 
