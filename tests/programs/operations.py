@@ -572,7 +572,6 @@ def resize(s: Session, rng: Random) -> None:
     if model.ring is not None:
         streams = {model[slot].stream for slot in model.stored()}
         if len(streams) * model.ring > slots:
-            s.rewind()
             s.call(f"rb.resize({slots})", lambda rb: rb.resize(slots), RuntimeError)
             return
         slots = max(slots, STREAMS * model.ring)
