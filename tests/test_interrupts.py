@@ -748,7 +748,7 @@ def test_updates_of_a_sampler_without_a_storage_are_whole() -> None:
 
     step, cut, whole = 0, True, [shown(made(2.0)), shown(made(2.0, 5.0))]
     while cut:
-        step, sampler = step + 3, made(2.0)
+        step, sampler = step + 2, made(2.0)
         update = partial(sampler.update_priority, torch.arange(4), 5.0)
         cut, _ = interrupted_at(step, update, bytecodes=True)
         assert shown(sampler) in whole, f"step {step}"
