@@ -281,6 +281,7 @@ class EpisodeIndex:
             keys, sizes = self.keys(lanes), self.sizes()[lanes]
             stay = pool.oldest(keys, sizes)
             slots = np.concatenate([stay[~np.isin(stay, slots)], now])
+            going_on = {keys[i] for i in np.flatnonzero(pool.per_lane()[2, lanes])}
             pool.drop_oldest(keys, sizes, forget=True)
             row_ids = self._row_ids(slots)
             order = row_ids.argsort()
@@ -289,6 +290,7 @@ class EpisodeIndex:
             leaves = {path: self._columns[path][at] for path in self.bound.paths}
             heads = partial(known_heads, self._new(0), 0, self._storage.indexes, self.rule)
             self._append_leaves(leaves, slots, row_ids, heads=heads)
+            pool.joined.update(key for key in going_on if key not in pool)
         except BaseException:
             self._edited = True  # the next use indexes all rows again
             raise
@@ -307,7 +309,8 @@ class EpisodeIndex:
         slots, row_ids = slots[order], row_ids[order]
         at = torch.from_numpy(slots)
         leaves = {path: self._columns[path][at] for path in self.bound.paths}
-        self._append_leaves(leaves, slots, row_ids)
+        heads = partial(known_heads, self._new(0), 0, self._storage.indexes, self.rule)
+        self._append_leaves(leaves, slots, row_ids, heads=heads)
         self._noted = ledger.next_position
         self.leave_ring()
 

@@ -391,7 +391,7 @@ class StreamEpisodes:
         """Start lanes, with heads as for ``append_streams``. Return their records."""
         names, found = keys.tolist(), []
         for key, (gone, head, row_id) in zip(names, known.tolist(), strict=True):
-            if head <= Head.RESET:
+            if not head:
                 head = int(Head.CUT if key in self.joined else Head.RESET)
             found.append(self._core.start(gone, head, row_id))
             self._name(key, found[-1])
