@@ -774,7 +774,8 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
         """End the waits of ``take`` and ``extend(overwrite=False)`` in all processes.
 
         Waiting and later calls of ``take`` return None, and those of ``extend(overwrite=False)``
-        raise ``Closed`` and store nothing. No row is lost: ``reopen`` undoes the call.
+        raise ``Closed`` and store nothing. No row is lost: ``reopen`` undoes the call. All other
+        calls go on; ``shutdown`` ends the prefetch threads.
 
         Example:
             >>> import torch

@@ -6,6 +6,7 @@ import random
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,9 @@ while True:
 
 
 @pytest.mark.acceptance("S23", "C47")
-@pytest.mark.parametrize("seconds", [5, pytest.param(120, marks=pytest.mark.long)])
-def test_nothing_is_torn_and_only_evicted_chunks_are_lost(tmp_path: Path, seconds: float) -> None:
-    draw, root, tokens = random.Random(seconds), tmp_path / "root", iter(range(10**6))
+@pytest.mark.parametrize("kills", [8, pytest.param(300, marks=pytest.mark.long)])
+def test_nothing_is_torn_and_only_evicted_chunks_are_lost(tmp_path: Path, kills: int) -> None:
+    draw, root, tokens = random.Random(kills), tmp_path / "root", iter(range(10**6))
     roles = {f"writer{n}": WRITER for n in range(4)} | {f"reader{n}": READER for n in range(3)}
     running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -70,21 +71,29 @@ def test_nothing_is_torn_and_only_evicted_chunks_are_lost(tmp_path: Path, second
         arguments = ["-c", roles[role], str(root), str(tmp_path / role), str(last)]
         running[role] = subprocess.Popen([*python(), *arguments], cwd=ROOT, stderr=subprocess.PIPE)
 
-    kills = 0
+    def wait_for(events: Callable[[], bool]) -> None:
+        while not events():
+            for process in running.values():
+                assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+
+    seen = set[str]()
+
+    def evicted() -> bool:
+        seen.update(files := files_in(root))
+        return len(files) >= LIMIT and not seen.issubset(files)
+
     try:
         for role in roles:
             start(role)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            time.sleep(draw.uniform(0.1, 0.5))
-            role = draw.choice(list(roles))
-            assert running[role].poll() is None, running[role].stderr.read()  # type: ignore[union-attr]
+        wait_for(evicted)
+        for role in draw.choices(list(roles), k=kills):
+            seen.update(files_in(root))
+            size = len(seen) + draw.randint(1, 40)
+            wait_for(lambda size=size: seen.update(files_in(root)) or len(seen) >= size)
             running[role].kill()
             running[role].communicate()
-            kills += 1
             start(role)
-        assert kills > seconds
-        time.sleep(0.5)
         assert all(process.poll() is None for process in running.values())
     finally:
         for process in running.values():
