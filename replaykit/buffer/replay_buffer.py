@@ -1423,6 +1423,9 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
             OSError: the operating system cannot map the files.
 
+        If rows get other slots, because the capacity differs, then an index and a generation from
+        before the save do not name them.
+
         The load checks everything first. If it raises, nothing has changed. Without ``mmap``, the
         buffer does not use the files after the load. With ``mmap``, some state is read later, in
         O(rows). The first draw or update reads priorities, draw counts, the order of policy
