@@ -126,7 +126,6 @@ def remove_stream_rows(
         index = _streams(buffer, storage, name)
         if index is None or not len(storage):
             return 0
-        rewind(buffer)
         if (declared := _checked_lanes(buffer, lane)) is not None:  # some may have no rows yet
             lane = declared[index.pool.known(declared.tolist())]
         lanes = named_lanes(storage, index, lane)
@@ -135,6 +134,7 @@ def remove_stream_rows(
         if not protected:
             counts[buffer._writer.protected()[lanes]] = 0  # type: ignore[attr-defined]
         kept = counts > 0
+        rewind(buffer)
         remove_oldest(storage, lanes[kept], counts[kept])
         return int(counts.sum())
 

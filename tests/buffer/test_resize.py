@@ -380,5 +380,7 @@ def test_a_refusal_keeps_prefetched_batches_and_random_numbers() -> None:
         if refused:
             with pytest.raises(BufferFull, match="at most 3 rows"):
                 rb.resize(3)
+            with pytest.raises(IndexError, match="a stream with stored rows"):
+                rb.empty(lane=9)
         found[-1] += [rb.sample()["x"] for _ in range(4)]
     assert torch.equal(*map(torch.stack, found))
