@@ -209,9 +209,8 @@ class EpisodeTags:
         if not self._columns:
             return None
         if index is None:
-            element = torch.zeros(0, dtype=torch.int64, device="cpu")
             none = {name: column[:0].clone() for name, column in self._columns.items()}
-            return {"element": element, "columns": none}
+            return {"element": torch.zeros(0, dtype=torch.int64, device="cpu"), "columns": none}
         table = index.table()
         ids = index.ids(table.first, table.lane)
         known = np.isin(ids, self._ids)
