@@ -334,7 +334,9 @@ def test_kills_lose_no_row_and_repeat_none(
 
     for _ in range(6):
         writer, reader = start(_put, rb, [0, 1], newest(), 10_000), start(_take, rb, file)
-        time.sleep(0.5 + rng.random() / 5)
+        until = newest() + rng.randint(10, 60)
+        while newest() < until:
+            time.sleep(0.01)
         for process in rng.sample([writer, reader], 2):
             os.kill(process.pid, signal.SIGKILL)
             process.join(20)
