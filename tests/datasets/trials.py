@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 
@@ -41,6 +42,22 @@ def write_source(path: Path, records: int = 5, seed: int = 0) -> Path:
     with RoboHiveWriter(path) as writer:
         writer.add_trial(**make_trial(records, seed=seed))
         writer.add_trial(**make_trial(3, seed=seed + 50, terminated=True))
+    return path
+
+
+def write_steps(path: Path, rows: int = 4, **more: Any) -> Path:
+    """Write an episode of D4RL that terminates; ``more`` has other arrays, or None for none."""
+    values = {
+        "observations": np.arange(2.0 * rows).reshape(rows, 2),
+        "actions": np.zeros((rows, 1)),
+        "rewards": np.ones(rows),
+        "terminals": np.arange(rows) == rows - 1,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for name, value in {**values, **more}.items():
+            if value is not None:
+                file[name] = value
     return path
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from replaykit.datasets import CorpusExperienceReplay, Layout, convert, load_dataset
@@ -83,53 +82,6 @@ def fetched(tmp_path: Path, point_client_at: Any) -> Callable[..., Any]:
         return data
 
     return load
-
-
-Rows = dict[tuple[str, ...], list[Any]]
-
-
-class Expected:
-    """Rows that a test makes one by one, straight from the source."""
-
-    def __init__(self) -> None:
-        self.rows: Rows = {}
-        self.constants: dict[tuple[str, ...], np.dtype[Any]] = {}
-
-    def add(self, values: Mapping[tuple[str, ...], Any]) -> None:
-        for key, value in values.items():
-            self.rows.setdefault(key, []).append(np.asarray(value))
-
-    def row(
-        self, *, last: bool, terminated: Any, truncated: Any, seed: int, episode: int, **more: Any
-    ) -> None:
-        """One row: flags and ids, and ``more`` with ``__`` between the parts of a key."""
-        self.add(
-            {
-                ("next", "terminated"): np.array([bool(terminated)]),
-                ("next", "truncated"): np.array([bool(truncated)]),
-                ("next", "done"): np.array([bool(last)]),
-                **{(name,): np.array([False]) for name in ("done", "terminated", "truncated")},
-                ("seed",): np.int64(seed),
-                ("episode",): np.int64(episode),
-                **{tuple(name.split("__")): value for name, value in more.items()},
-            }
-        )
-
-    def check(self, data: CorpusExperienceReplay) -> None:
-        """Same keys, and for each the same shape, dtype and bytes."""
-        columns = data.published.columns
-        assert columns.keys() == self.rows.keys()
-        for key, values in self.rows.items():
-            theirs = np.stack(values)
-            ours = columns[key].numpy()
-            assert ours.dtype == theirs.dtype, key
-            assert ours.shape == theirs.shape, key
-            assert ours.tobytes() == theirs.tobytes(), key
-
-
-@pytest.fixture
-def expected() -> Expected:
-    return Expected()
 
 
 @pytest.fixture

@@ -80,3 +80,15 @@ def refusals(
         for made in (copy, folder / "data"):
             shutil.rmtree(made, ignore_errors=True)
     return errors
+
+
+def refused(
+    folder: Path, damaged: Path, layout: Any, change: Callable[[Path], Any], says: str, rule: str
+) -> None:
+    """Damage files of a folder, which must be refused by its name and a rule, leaving nothing."""
+    change(damaged)
+    target = folder.parent / "data"
+    with pytest.raises(CorpusError, match=rf"(?s){says}.*\[{rule}\]") as caught:
+        convert(folder, layout, target)
+    assert str(folder) in str(caught.value)
+    assert not target.exists()

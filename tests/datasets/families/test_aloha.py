@@ -13,6 +13,8 @@ from PIL import Image
 
 from replaykit.datasets.families.robohive import ALOHA, AlohaLayout
 from replaykit.errors import CorpusError
+from tests.datasets.mutated import corpora
+from tests.datasets.mutated.running import check
 from tests.datasets.trials import assert_ted
 
 
@@ -52,48 +54,43 @@ def write(root: Path, number: int, steps: int, *, compress: bool = False) -> dic
 
 
 @pytest.mark.parametrize("compress", [False, True])
-@pytest.mark.parametrize("shift", [0, -1])
-def test_every_row_of_files_in_natural_order(tmp_path, expected, quietly, compress, shift):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    files = {number: write(folder, number, 4 + number % 3, compress=compress) for number in (10, 9)}
-    for seed, number in enumerate((9, 10)):
-        arrays = files[number]
-        steps = len(arrays["action"])
-        for t in range(-shift, steps - 1):
-            expected.row(
-                action=arrays["action"][t + shift],
-                info__base_action=arrays["action"][t + shift, :2],
-                last=t == steps - 2,
-                terminated=False,
-                truncated=t == steps - 2,
-                seed=seed,
-                episode=number,
-                **{
-                    f"{prefix}observation__{name}": arrays[name][at]
-                    for prefix, at in (("", t), ("next__", t + 1))
-                    for name in ("qpos", "qvel")
-                },
-                **{
-                    f"{prefix}observation__images__top": arrays["images"][at]
-                    for prefix, at in (("", t), ("next__", t + 1))
-                },
-                **{
-                    f"{prefix}observation__images__top_depth": np.arange(
-                        at * 6, at * 6 + 6, dtype="u2"
-                    ).reshape(2, 3)
-                    for prefix, at in (("", t), ("next__", t + 1))
-                },
-            )
-    data = quietly(folder, AlohaLayout(action_shift=shift))
-    expected.check(data)
+def test_every_row_of_files_in_natural_order(tmp_path, quietly, monkeypatch, compress):
+    (tmp_path / "files").mkdir()
+    paths = [tmp_path / f"files/episode_{number}.hdf5" for number in (9, 10)]
+    files = [
+        write(path.parent, k, 4 + k % 3, compress=compress)
+        for path, k in zip(paths, (9, 10), strict=True)
+    ]
+    data = quietly(tmp_path / "files", ALOHA)
+    images = {str(path): arrays["images"] for path, arrays in zip(paths, files, strict=True)}
+    native = corpora.native
+
+    def decoded(node: Any) -> np.ndarray:
+        return images[node.file.filename] if node.name.endswith("/top") else native(node)
+
+    monkeypatch.setattr(corpora, "native", decoded)
+    check(corpora.CORPORA["aloha"], paths, data.published)
     assert_ted(data.published)
     assert data.episode_table["episode"].tolist() == [9, 10]
     said = data.published.manifest.report["files"]
     assert [entry["file"] for entry in said] == ["episode_9.hdf5", "episode_10.hdf5"]
 
 
-def test_other_shifts_are_refused():
+def test_actions_of_the_record_before(tmp_path, quietly):
+    """Only the actions are others, so that the first record gives no row."""
+    (tmp_path / "files").mkdir()
+    arrays = write(tmp_path / "files", 0, 6)
+    plain, shifted = (
+        quietly(tmp_path / "files", layout, f"{layout.action_shift}")
+        for layout in (ALOHA, AlohaLayout(action_shift=-1))
+    )
+    assert_ted(shifted.published)
+    for key in ("qpos", "qvel", ("images", "top"), ("images", "top_depth")):
+        for root in (("observation",), ("next", "observation")):
+            at = (*root, *([key] if isinstance(key, str) else key))
+            assert shifted[:][at].equal(plain[1:][at])
+    np.testing.assert_array_equal(shifted[:]["action"], arrays["action"][:4])
+    np.testing.assert_array_equal(shifted[:]["info", "base_action"], arrays["action"][:4, :2])
     with pytest.raises(ValueError, match="action_shift as 0 or -1, got 1"):
         AlohaLayout(action_shift=1)
 

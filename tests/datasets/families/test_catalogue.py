@@ -7,7 +7,6 @@ import os
 import re
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -25,62 +24,33 @@ from replaykit.datasets import (
 )
 from replaykit.datasets.families import D4RL, MINARI, D4RLLayout
 from replaykit.errors import CorpusError
+from tests.datasets.families.test_robomimic import demo
+from tests.datasets.families.test_robomimic import write as write_demos
+from tests.datasets.families.test_vd4rl import records
+from tests.datasets.families.test_vd4rl import write as write_shards
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
+from tests.datasets.trials import write_steps
 from tests.support import LoopbackHub
 
 
 def robomimic(path: Path) -> Path:
-    with h5py.File(path, "w") as file:
-        for k in range(3):
-            states = np.random.default_rng(k).normal(size=(k + 4, 2))
-            values = {"obs/x": states[:-1], "next_obs/x": states[1:], "actions": states[1:]}
-            values |= {"rewards": np.zeros(k + 3), "dones": np.zeros(k + 3, np.int64)}
-            for name, value in values.items():
-                file[f"data/demo_{k}/{name}"] = value
-        file["mask/train"] = np.array([b"demo_0", b"demo_2"])
-        file["mask/valid"] = np.array([b"demo_1"])
-    return path
+    demos = {f"demo_{k}": demo(k + 3, seed=k) for k in range(3)}
+    return write_demos(path, demos, train=["demo_0", "demo_2"], valid=["demo_1"])
 
 
-def maniskill(path: Path) -> Path:
-    with h5py.File(path, "w") as file:
-        file["traj_0/obs"], file["traj_0/actions"] = np.arange(8.0).reshape(4, 2), np.ones((3, 1))
-        file["traj_0/terminated"] = file["traj_0/truncated"] = np.zeros(3, bool)
-    said = {"episodes": [{"episode_id": 0, "elapsed_steps": 3, "episode_seed": 5}]}
-    path.with_suffix(".json").write_text(json.dumps(said))
-    return path
-
-
-def vd4rl(root: Path) -> list[Path]:
-    """Eleven shards, each of three records, of episodes of eleven."""
-    root.mkdir()
-    kinds = np.concatenate([[0] + [1] * 9 + [2]] * 3).astype(np.float32)
-    paths = []
-    for shard in range(11):
-        rows = slice(3 * shard, 3 * shard + 3)
-        paths.append(root / f"{shard + 1}.hdf5")
-        with h5py.File(paths[-1], "w") as file:
-            file["observation"] = np.arange(33, dtype=np.uint8)[rows, None]
-            file["action"], file["reward"] = np.ones((3, 1), "f4"), np.ones(3, "f4")
-            file["discount"], file["step_type"] = np.ones(3, "f4"), kinds[rows]
-    return paths
-
-
-def minari(root: Path) -> Path:
-    root.mkdir()
-    with h5py.File(root / "main_data.hdf5", "w") as file:
-        group = file.create_group("episode_0")
-        group["observations"], group["actions"] = np.arange(4.0)[:, None], np.zeros(3, np.int64)
-        group["rewards"] = np.arange(3.0)
-        group["terminations"], group["truncations"] = np.arange(3) == 2, np.zeros(3, bool)
-    (root / "metadata.json").write_text(json.dumps({"total_episodes": 1, "total_steps": 3}))
-    return root / "main_data.hdf5"
+def corpus(family: str, folder: Path) -> Path:
+    folder.mkdir()
+    return CORPORA[family].write(folder)
 
 
 @pytest.fixture
 def hub(tmp_path, point_client_at):
     """A hub with one data set of each family that is hosted on one."""
-    skill, cart = maniskill(tmp_path / "trajectory.h5"), minari(tmp_path / "cart")
+    skill, cart = (corpus(family, tmp_path / family) for family in ("maniskill", "minari"))
     mimic = robomimic(tmp_path / "mimic.hdf5")
+    # Eleven shards of three records; episodes go on from one to the next.
+    shards = write_shards(tmp_path / "shards", records(11, 11, 11), *range(3, 33, 3))
     repos = {
         "robomimic/robomimic_datasets": {
             "v1.5/lift/ph/low_dim_v15.hdf5": mimic,
@@ -96,7 +66,7 @@ def hub(tmp_path, point_client_at):
             "demos/PickCube-v1/motionplanning/trajectory.json": skill.with_suffix(".json"),
         },
         "conglu/vd4rl": {
-            **{f"main/run/expert/84px/{p.name}": p for p in vd4rl(tmp_path / "shards")},
+            **{f"main/run/expert/84px/{p.name}": p for p in shards},
             "main/run/expert/64px/a.npz": b"an episode",
         },
         "farama-minari/toys": {
@@ -113,9 +83,9 @@ def hub(tmp_path, point_client_at):
     ("name", "lengths", "seeds"),
     [
         ("robomimic:lift/ph/low_dim", [3, 4, 5], [-1] * 3),
-        ("maniskill:Pick-v1/rl", [3], [5]),
-        (f"maniskill:{ManiSkillExperienceReplay.available_datasets[0]}", [3], [5]),
-        ("minari:toys/cart/random-v0", [3], [-1]),
+        ("maniskill:Pick-v1/rl", [3, 4], [0, 0]),
+        (f"maniskill:{ManiSkillExperienceReplay.available_datasets[0]}", [3, 4], [0, 0]),
+        ("minari:toys/cart/random-v0", [4, 3], [7, 8]),
         ("vd4rl:main/run/expert/84px", [10] * 3, [-1] * 3),
     ],
 )
@@ -154,46 +124,14 @@ def test_user_files_replace_hub_download(tmp_path):
     assert RobomimicExperienceReplay("can/mh/low_dim", 2, split="valid", **options)[:].shape == (4,)
 
 
-def libero(path: Path) -> Path:
-    with h5py.File(path, "w") as file:
-        file["data/demo_0/obs/x"], file["data/demo_0/actions"] = np.arange(4.0), np.ones((4, 1))
-        file["data/demo_0/rewards"] = file["data/demo_0/dones"] = np.arange(4) == 3
-        file["data"].attrs["bddl_file_name"] = "x.bddl"
-    return path
-
-
-def roboset(path: Path) -> Path:
-    with h5py.File(path, "w") as file:
-        for name in ("observations", "time", "rewards"):
-            file[f"Trial0/{name}"] = (
-                np.arange(4.0)[:, None] if name == "observations" else (np.arange(4.0))
-            )
-        file["Trial0/actions"] = np.array([[1.0], [2.0], [3.0], [np.nan]])
-        file["Trial0/done"] = np.zeros(4, bool)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("family", "write", "arrived"),
-    [
-        ("robomimic", robomimic, None),
-        ("libero", libero, [1.0, 2.0, 3.0]),
-        ("roboset", roboset, [1.0, 2.0, 3.0]),
-    ],
-)
-def test_user_files_accept_any_id(tmp_path, family, write, arrived):
-    path = write(tmp_path / "a.h5")
+@pytest.mark.filterwarnings("ignore:.*V15:UserWarning")  # stale counts of robomimic
+@pytest.mark.parametrize("family", ["robomimic", "libero", "roboset"])
+def test_user_files_accept_any_id(tmp_path, family):
+    path = corpus(family, tmp_path / "files")
     options = {"root": tmp_path / "root", "source": path}
     data = load_dataset(f"{family}:mine", 2, **options)
     assert data.data_path_root == tmp_path / "root/mine"
-    rows = data[:]["next", "observation"]
-    if family == "robomimic":
-        with h5py.File(path) as file:
-            parts = [file[f"data/demo_{k}/next_obs/x"][()] for k in range(3)]
-        np.testing.assert_array_equal(rows["x"], np.concatenate(parts))
-    else:
-        found = rows["x"] if family == "libero" else rows.flatten()
-        assert found.tolist() == arrived
+    check(CORPORA[family], path, data.published)
     for bad in ("../up", "a//b", ""):
         with pytest.raises(ValueError, match="names with '/' between them as an id"):
             load_dataset(f"{family}:{bad}", 2, **options)
@@ -201,35 +139,30 @@ def test_user_files_accept_any_id(tmp_path, family, write, arrived):
         load_dataset(f"{family}:mine", 2, root=tmp_path / "root")
 
 
-@pytest.mark.parametrize("family", [D4RLExperienceReplay, AlohaExperienceReplay])
-def test_family_without_a_download_raises_error(tmp_path, family):
-    with pytest.raises(FileNotFoundError, match=r"cannot be fetched: .*pass local files"):
-        family("mine", 2, root=tmp_path)
+LEAVING = "names with '/' between them as an id"
 
 
-def test_data_set_from_user_files_reopens_by_its_id(tmp_path):
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
-        file["rewards"], file["terminals"] = np.ones(3), np.arange(3) == 2
-    options = {"root": tmp_path / "root"}
-    data = D4RLExperienceReplay("mine", 2, source=tmp_path / "a.hdf5", **options)
-    assert not (tmp_path / "root/other").exists()
-    again = D4RLExperienceReplay("mine", 2, **options)
-    assert (again[:] == data[:]).all()
-    with pytest.raises(FileNotFoundError, match="cannot be fetched"):
-        D4RLExperienceReplay("other", 2, **options)
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [".mine.lock", "mine"]
-
-
-def flat(path: Path, reward: float = 1.0) -> Path:
-    with h5py.File(path, "w") as file:
-        file["observations"], file["actions"] = np.eye(3), np.zeros((3, 1))
-        file["rewards"], file["terminals"] = np.full(3, reward), np.arange(3) == 2
-    return path
+@pytest.mark.parametrize(
+    ("family", "dataset_id", "error", "said"),
+    [
+        (D4RLExperienceReplay, "mine", FileNotFoundError, "cannot be fetched: .*pass local files"),
+        (AlohaExperienceReplay, "mine", FileNotFoundError, "cannot be fetched: .*pass local files"),
+        (LiberoExperienceReplay, "libero_100", ValueError, "expected one of .*got 'libero_100'"),
+        (RobomimicExperienceReplay, "lift/ph/image", ValueError, "one of .*got 'lift/ph/image'"),
+        (MinariExperienceReplay, "cart", FileNotFoundError, "'cart' names no repository"),
+        *[
+            (ManiSkillExperienceReplay, leaving, ValueError, LEAVING)
+            for leaving in ("", "a/../b", "/a", "a//b", ".", "a\\b", 3)
+        ],
+    ],
+)
+def test_ids_without_a_data_set_are_refused(tmp_path, family, dataset_id, error, said):
+    with pytest.raises(error, match=said):
+        family(dataset_id, 2, root=tmp_path)
 
 
 def test_user_files_are_identified_by_their_content(tmp_path, monkeypatch):
-    path = flat(tmp_path / "a.hdf5")
+    path = write_steps(tmp_path / "a.hdf5")
     options = {"root": tmp_path / "root", "source": path}
     made = D4RLExperienceReplay("mine", 2, **options).published.manifest.made
     with monkeypatch.context() as patch:  # as they were: nothing is read
@@ -238,17 +171,17 @@ def test_user_files_are_identified_by_their_content(tmp_path, monkeypatch):
     os.utime(path)  # touched, and the same
     assert D4RLExperienceReplay("mine", 2, **options).published.manifest.made == made
     size = path.stat().st_size
-    flat(path, reward=2.0)
+    write_steps(path, rewards=np.full(4, 2.0))
     assert path.stat().st_size == size
     with pytest.raises(RuntimeError, match="whose source is"):
         D4RLExperienceReplay("mine", 2, **options)
     data = D4RLExperienceReplay("mine", 2, download="force", **options)
-    assert data[:]["next", "reward"].flatten().tolist() == [2.0] * 3
+    assert data[:]["next", "reward"].flatten().tolist() == [2.0] * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*V36:UserWarning")
 def test_classes_take_policies_and_workers(tmp_path):
-    paths = [flat(tmp_path / f"{k}.hdf5", reward=k) for k in range(2)]
+    paths = [write_steps(tmp_path / f"{k}.hdf5", rewards=np.full(4, 1.0 * k)) for k in range(2)]
     options = {"root": tmp_path / "root", "source": paths}
     policies = Policies(casts={"float64": "float32"}, exclude=[("next", "observation")])
     plain = convert(paths, D4RL, tmp_path / "plain", policies=policies)
@@ -276,11 +209,9 @@ def test_classes_take_policies_and_workers(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*infos/qvel. in a.hdf5 it stays the same:UserWarning")
 def test_a_class_takes_a_layout_that_an_error_advises(tmp_path):
     draw = np.linspace(0, 1, 40)[:, None] * np.ones(5)
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        file["observations"] = np.concatenate([draw, draw], 1)
-        file["actions"], file["rewards"] = np.zeros((40, 1)), np.ones(40)
-        file["terminals"], file["timeouts"] = np.zeros(40, bool), np.arange(40) % 10 == 9
-        file["infos/qpos"], file["infos/qvel"] = draw, np.ones((40, 5))
+    ends = {"terminals": np.zeros(40, bool), "timeouts": np.arange(40) % 10 == 9}
+    state = {"observations": np.concatenate([draw, draw], 1), "infos/qpos": draw}
+    write_steps(tmp_path / "a.hdf5", 40, **ends, **state, **{"infos/qvel": np.ones((40, 5))})
     options = {"root": tmp_path / "root", "source": tmp_path / "a.hdf5"}
     with pytest.raises(CorpusError, match=r"accept them with D4RLLayout\(unreliable_ends=True\)"):
         D4RLExperienceReplay("mine", 2, **options)
@@ -302,7 +233,7 @@ def test_a_class_takes_a_layout_that_an_error_advises(tmp_path):
     ],
 )
 def test_other_options_are_refused(tmp_path, given, error, says):
-    path = flat(tmp_path / "a.hdf5")
+    path = write_steps(tmp_path / "a.hdf5")
     with pytest.raises(error, match=says):
         D4RLExperienceReplay("mine", 2, root=tmp_path / "root", source=path, **given)
     assert not (tmp_path / "root/mine").exists()
@@ -310,7 +241,7 @@ def test_other_options_are_refused(tmp_path, given, error, says):
 
 @pytest.mark.parametrize("through", ["convert", "class"])
 def test_changed_metadata_file_makes_another_data_set(tmp_path, through):
-    path = minari(tmp_path / "cart")
+    path = corpus("minari", tmp_path / "cart")
 
     def made(force: bool = False) -> str:
         if through == "convert":
@@ -327,26 +258,6 @@ def test_changed_metadata_file_makes_another_data_set(tmp_path, through):
     with pytest.raises(RuntimeError, match=r"whose (files|source) is"):
         made()
     assert made(force=True) != first
-
-
-@pytest.mark.parametrize(
-    ("family", "dataset_id"),
-    [(LiberoExperienceReplay, "libero_100"), (RobomimicExperienceReplay, "lift/ph/image")],
-)
-def test_unknown_ids_are_refused_with_the_list(tmp_path, family, dataset_id):
-    with pytest.raises(ValueError, match=rf"expected one of .*got '{dataset_id}'"):
-        family(dataset_id, 2, root=tmp_path)
-
-
-@pytest.mark.parametrize("dataset_id", ["", "a/../b", "/a", "a//b", ".", "a\\b", 3])
-def test_ids_that_would_leave_the_root_are_refused(tmp_path, dataset_id):
-    with pytest.raises(ValueError, match="names with '/' between them as an id"):
-        ManiSkillExperienceReplay(dataset_id, 2, root=tmp_path)
-
-
-def test_minari_id_without_a_namespace_names_no_repository(tmp_path):
-    with pytest.raises(FileNotFoundError, match="'cart' names no repository"):
-        MinariExperienceReplay("cart", 2, root=tmp_path)
 
 
 def test_ids_of_minari_name_folders_of_its_repositories():

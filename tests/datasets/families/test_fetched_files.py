@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,16 @@ from replaykit.datasets import (
 )
 from replaykit.datasets.families import D4RL, d4rl, robomimic
 from replaykit.errors import CorpusError, DownloadError
+from tests.datasets.trials import write_steps
 from tests.support import Fault, LoopbackHub, lfs_pointer
 
 HOSTED = {
-    "roboset:DAPG(expert)/pen_v2d-v1": (
-        "jdvakil/RoboSet_Sim",
-        "DAPG(expert)/pen_v2d-v1/seed0/x_trace.h5",
-    ),
-    "robomimic:lift/ph/low_dim": (
-        "robomimic/robomimic_datasets",
-        "v1.5/lift/ph/low_dim_v15.hdf5",
-    ),
-    "libero:libero_goal": ("yifengzhu-hf/LIBERO-datasets", "libero_goal/open_demo.hdf5"),
-    "minari:toys/cart/random-v0": ("farama-minari/toys", "cart/random-v0/data/main_data.hdf5"),
-    "maniskill:Pick-v1/rl": ("haosulab/ManiSkill_Demonstrations", "demos/Pick-v1/rl/t.h5"),
-    "vd4rl:main/run/expert/84px": ("conglu/vd4rl", "main/run/expert/84px/1.hdf5"),
+    "roboset:DAPG(expert)/pen_v2d-v1": "jdvakil/RoboSet_Sim/DAPG(expert)/pen_v2d-v1/seed0/x.h5",
+    "robomimic:lift/ph/low_dim": "robomimic/robomimic_datasets/v1.5/lift/ph/low_dim_v15.hdf5",
+    "libero:libero_goal": "yifengzhu-hf/LIBERO-datasets/libero_goal/open_demo.hdf5",
+    "minari:toys/cart/random-v0": "farama-minari/toys/cart/random-v0/data/main_data.hdf5",
+    "maniskill:Pick-v1/rl": "haosulab/ManiSkill_Demonstrations/demos/Pick-v1/rl/t.h5",
+    "vd4rl:main/run/expert/84px": "conglu/vd4rl/main/run/expert/84px/1.hdf5",
 }
 STRANGE = {
     "a Git LFS pointer": lfs_pointer(b"data"),
@@ -46,16 +42,9 @@ STRANGE = {
 }
 
 
-def steps(path: Path, rows: int = 4) -> Path:
-    with h5py.File(path, "w") as file:
-        file["observations"], file["actions"] = np.ones((rows, 2)), np.zeros((rows, 1))
-        file["rewards"], file["terminals"] = np.ones(rows), np.arange(rows) == rows - 1
-    return path
-
-
 @pytest.fixture
 def hub(tmp_path: Path, point_client_at: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub that is also a web server, from which D4RL is fetched."""
+    """A hub that is also a web server, which D4RL is fetched from."""
     monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "downloads"))
     with LoopbackHub() as hub:
         point_client_at(hub)
@@ -68,7 +57,7 @@ def hub(tmp_path: Path, point_client_at: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_non_h5_download_is_named_and_publishes_nothing(
     hub: LoopbackHub, tmp_path: Path, name: str, what: str
 ) -> None:
-    repo_id, path = HOSTED[name]
+    repo_id, path = re.fullmatch("([^/]+/[^/]+)/(.+)", HOSTED[name]).groups()
     # Beside what some families want to have there.
     hub.commit(repo_id, {path: STRANGE[what], str(Path(path).with_name("metadata.json")): b"{}"})
     with pytest.raises(CorpusError, match=rf"{Path(path).name}: not an HDF5 file but {what}"):
@@ -81,20 +70,18 @@ def test_non_h5_download_is_named_and_publishes_nothing(
 def test_non_h5_download_over_plain_http_is_refused(
     hub: LoopbackHub, tmp_path: Path, what: str
 ) -> None:
-    hub.commit(
-        "me/d4rl", {"kitchen/mini_kitchen_microwave_kettle_light_slider-v0.hdf5": STRANGE[what]}
-    )
+    name = "kitchen/mini_kitchen_microwave_kettle_light_slider-v0.hdf5"
+    hub.commit("me/d4rl", {name: STRANGE[what]})
     with pytest.raises(DownloadError, match=rf"slider-v0\.hdf5 does not verify: .* but {what}"):
         D4RLExperienceReplay("kitchen-complete-v0", 2, root=tmp_path / "root")
-    left = [found for found in tmp_path.rglob("*.hdf5*") if found.is_file()]
-    assert left == []
+    assert [found for found in tmp_path.rglob("*.hdf5*") if found.is_file()] == []
 
 
 # -- D4RL -----------------------------------------------------------------------------------------
 
 
 def test_d4rl_is_fetched_by_its_id_and_converted_once(hub: LoopbackHub, tmp_path: Path) -> None:
-    file = steps(tmp_path / "steps.hdf5")
+    file = write_steps(tmp_path / "steps.hdf5")
     hub.commit("me/d4rl", {"maze2d/maze2d-umaze-sparse-v1.hdf5": file})
     data = load_dataset("d4rl:maze2d-umaze-v1", 2, root=tmp_path / "root")
     assert data.episode_table["length"].tolist() == [4]
@@ -117,7 +104,7 @@ def test_d4rl_is_fetched_by_its_id_and_converted_once(hub: LoopbackHub, tmp_path
 def test_d4rl_is_verified_where_the_checksum_is_known(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = steps(tmp_path / "steps.hdf5")
+    file = write_steps(tmp_path / "steps.hdf5")
     good = file.read_bytes()
     known = hashlib.sha256(good).hexdigest()
     table = {"a-v9": ("x/a-v9.hdf5", len(good), known)}
@@ -148,14 +135,16 @@ def test_d4rl_table_lists_the_location_of_every_id() -> None:
     assert d4rl.d4rl_file("mine") is None
 
 
-def test_unhosted_ids_need_user_files(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_unhosted_ids_need_user_files_once(hub: LoopbackHub, tmp_path: Path) -> None:
+    options: Any = {"batch_size": 2, "root": tmp_path / "root"}
     with pytest.raises(FileNotFoundError, match="d4rl:mine cannot be fetched"):
-        D4RLExperienceReplay("mine", 2, root=tmp_path / "root")
-    D4RLExperienceReplay("mine", 2, root=tmp_path / "root", source=steps(tmp_path / "a.hdf5"))
-    assert len(D4RLExperienceReplay("mine", 2, root=tmp_path / "root")) == 4
+        D4RLExperienceReplay("mine", **options)
+    path = write_steps(tmp_path / "a.hdf5")
+    data = D4RLExperienceReplay("mine", **options, source=path)
+    assert (D4RLExperienceReplay("mine", **options)[:] == data[:]).all()
+    assert sorted(each.name for each in (tmp_path / "root").iterdir()) == [".mine.lock", "mine"]
     # Under an id that is hosted, files of one's own are not those of the corpus.
-    options = {"batch_size": 2, "root": tmp_path / "root"}
-    D4RLExperienceReplay("maze2d-open-v0", **options, source=tmp_path / "a.hdf5")
+    D4RLExperienceReplay("maze2d-open-v0", **options, source=path)
     with pytest.raises(RuntimeError, match="whose source is"):
         D4RLExperienceReplay("maze2d-open-v0", **options)
     assert hub.requests == []
@@ -165,7 +154,7 @@ def test_unhosted_ids_need_user_files(hub: LoopbackHub, tmp_path: Path) -> None:
 
 
 def test_urls_are_converted_like_files(hub: LoopbackHub, tmp_path: Path) -> None:
-    files = {f"x/part{k}/steps.hdf5": steps(tmp_path / f"{k}.hdf5", 3 + k) for k in range(3)}
+    files = {f"x/part{k}/steps.hdf5": write_steps(tmp_path / f"{k}.hdf5", 3 + k) for k in range(3)}
     hub.commit("me/own", files)
     base = f"{hub.url}/datasets/me/own/resolve/main"
     given = {
@@ -191,7 +180,7 @@ def test_urls_are_converted_like_files(hub: LoopbackHub, tmp_path: Path) -> None
 
 
 def test_file_urls_and_checksums_of_local_files(tmp_path: Path) -> None:
-    path = steps(tmp_path / "a b.hdf5")
+    path = write_steps(tmp_path / "a b.hdf5")
     assert len(convert(path.as_uri(), D4RL, tmp_path / "one")) == 4
     good = hashlib.sha256(path.read_bytes()).hexdigest()
     assert len(convert({path: good}, D4RL, tmp_path / "two")) == 4
@@ -240,7 +229,7 @@ def test_hub_plan_lists_missing_files_and_fetches_nothing(hub: LoopbackHub, tmp_
 def test_a_plan_of_the_web_asks_for_sizes_only(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = steps(tmp_path / "steps.hdf5")
+    file = write_steps(tmp_path / "steps.hdf5")
     hub.commit("me/d4rl", {"maze2d/maze2d-umaze-sparse-v1.hdf5": file})
     found = plan("d4rl:maze2d-umaze-v1", root=tmp_path / "root")
     assert [(each.name, each.size, each.is_cached) for each in found.files] == [

@@ -15,57 +15,28 @@ from PIL import Image
 from replaykit.datasets import Policies
 from replaykit.datasets.families.minari import MINARI
 from replaykit.errors import CorpusError
+from tests.datasets.mutated import corpora
+from tests.datasets.mutated.running import check
 from tests.datasets.trials import assert_ted
 
 
-def test_every_row_of_the_sample_of_nested_spaces(shared, expected, quietly):
+def test_every_row_of_the_sample_of_nested_spaces(shared, quietly, monkeypatch):
     """N16: Dict and Tuple spaces, JPEG images, text, Dict actions and nested infos."""
-    path = shared("minari_generated/dictenv/random-v0/data/main_data.hdf5")
+    path, native = shared("minari_generated/dictenv/random-v0/data/main_data.hdf5"), corpora.native
 
-    def state(group: h5py.Group, t: int) -> dict[str, Any]:
-        observations = group["observations"]
-        text = observations["txt"][t]
-        image = Image.open(io.BytesIO(observations["img"][t].tobytes()))
-        return {
-            "observation__img": np.array(image),
-            "observation__pos": observations["pos"][t],
-            "observation__tup___index_0": observations["tup/_index_0"][t],
-            "observation__tup___index_1": observations["tup/_index_1"][t],
-            "observation__txt": np.frombuffer(text.ljust(8, b"\0"), np.uint8),
-            "info__k": group["infos/k"][t],
-            "info__nest__z": group["infos/nest/z"][t],
-        }
+    def decoded(node: h5py.Dataset) -> np.ndarray:
+        if node.name.endswith("/img"):
+            return np.stack([np.array(Image.open(io.BytesIO(each.tobytes()))) for each in node])
+        if node.name.endswith("/txt"):
+            return np.stack([np.frombuffer(each.ljust(8, b"\0"), np.uint8) for each in node])
+        return native(node)
 
-    rows: dict[tuple[str, ...], list[Any]] = {}
-    with h5py.File(path) as file:
-        for episode in range(3):
-            group = file[f"episode_{episode}"]
-            for t in range(7):
-                expected.row(
-                    action__a=group["actions/a"][t],
-                    action__b=group["actions/b"][t],
-                    next__reward=group["rewards"][t : t + 1],
-                    last=t == 6,
-                    terminated=group["terminations"][t],
-                    truncated=group["truncations"][t],
-                    seed=0,
-                    episode=episode,
-                )
-                for key, value in state(group, t).items():
-                    rows.setdefault(_key(key), []).append(np.asarray(value))
-                for key, value in state(group, t + 1).items():
-                    rows.setdefault(("next", *_key(key)), []).append(np.asarray(value))
-    expected.rows.update(rows)
+    monkeypatch.setattr(corpora, "native", decoded)
     data = quietly(path, MINARI)
-    expected.check(data)
+    check(corpora.CORPORA["minari"], path, data.published)
     assert_ted(data.published)
     assert data[:]["observation", "img"].shape == (21, 36, 36, 3)
     assert data.episode_table["return"].tolist() == [28.0] * 3
-
-
-def _key(name: str) -> tuple[str, ...]:
-    parts = name.replace("___index", "__@index").split("__")
-    return tuple(part.replace("@", "_") for part in parts)
 
 
 # -- files with the traps of the family -----------------------------------------------------------
@@ -110,9 +81,19 @@ def write(root: Path, *episodes: dict[str, Any], **metadata: Any) -> Path:
     return root / "main_data.hdf5"
 
 
-@pytest.mark.parametrize("form", ["vlen", "rows"])
-def test_jpeg_of_either_form_becomes_its_pixels(tmp_path, quietly, form):
-    """Frames that compress to one length are stored as rows of bytes, others by length."""
+def image_space(jpeg: bool) -> dict[str, Any]:
+    full = np.full((32, 40, 3), 255)
+    space = {"type": "Box", "dtype": "uint8", "shape": [32, 40, 3]}
+    space |= {"low": (full * 0).tolist(), "high": full.tolist()}
+    return {"observation_space": json.dumps(space), "jpeg_encoding": jpeg}
+
+
+@pytest.mark.parametrize("form", ["vlen", "rows", "plain", "broken"])
+def test_images_of_every_form_become_their_pixels(tmp_path, quietly, form):
+    """Frames that compress to one length are stored as rows of bytes, others by length.
+
+    The metadata say whether images are encoded. It is not guessed from their shape.
+    """
     draw = np.random.default_rng(0)
     frames, pixels = [], []
     for _ in range(4):
@@ -121,83 +102,61 @@ def test_jpeg_of_either_form_becomes_its_pixels(tmp_path, quietly, form):
         Image.fromarray(frame).save(buffer, "JPEG")
         frames.append(np.frombuffer(buffer.getvalue(), np.uint8))
         pixels.append(np.array(Image.open(buffer)))
+    longest = max(map(len, frames))
+    stored: Any = np.stack([np.pad(frame, (0, longest - len(frame))) for frame in frames])
+    if form == "plain":
+        stored = np.stack(pixels)
+    elif form == "broken":
+        stored = np.zeros((4, 100), np.uint8)
+    values = episode(3, observations=stored)
+    path = write(tmp_path / "a", values, **image_space(jpeg=form != "plain"))
     if form == "vlen":
-        stored = np.empty(4, object)
-        for at, frame in enumerate(frames):
-            stored[at] = frame
-        values = episode(3)
-        path = write(tmp_path / "a", values, **image_space(jpeg=True))
         with h5py.File(path, "a") as file:
             del file["episode_0/observations"]
             kind = h5py.vlen_dtype(np.uint8)
-            file.create_dataset("episode_0/observations", data=stored, dtype=kind)
-    else:
-        longest = max(map(len, frames))
-        stored = np.stack([np.pad(frame, (0, longest - len(frame))) for frame in frames])
-        path = write(tmp_path / "a", episode(3, observations=stored), **image_space(jpeg=True))
+            node = file.create_dataset("episode_0/observations", (4,), kind)
+            for at, frame in enumerate(frames):
+                node[at] = frame
+    if form == "broken":
+        with pytest.raises(CorpusError, match=r"main_data\.hdf5: episode_0/observations, record 0"):
+            quietly(path, MINARI)
+        return
     data = quietly(path, MINARI)
     np.testing.assert_array_equal(data[:]["observation"], np.stack(pixels[:-1]))
     np.testing.assert_array_equal(data[:]["next", "observation"], np.stack(pixels[1:]))
 
 
-def image_space(jpeg: bool) -> dict[str, Any]:
-    full = np.full((32, 40, 3), 255)
-    space = {"type": "Box", "dtype": "uint8", "shape": [32, 40, 3]}
-    space |= {"low": (full * 0).tolist(), "high": full.tolist()}
-    return {"observation_space": json.dumps(space), "jpeg_encoding": jpeg}
-
-
-def test_images_that_were_not_encoded_are_left_alone(tmp_path, quietly):
-    """What an array is, is said by the metadata and not guessed from its shape."""
-    frames = np.random.default_rng(0).integers(0, 256, (4, 32, 40, 3), np.uint8)
-    path = write(tmp_path / "a", episode(3, observations=frames), **image_space(jpeg=False))
-    np.testing.assert_array_equal(quietly(path, MINARI)[:]["observation"], frames[:-1])
-
-
-def test_broken_image_is_named(tmp_path, quietly):
-    stored = np.zeros((4, 100), np.uint8)
-    path = write(tmp_path / "a", episode(3, observations=stored), **image_space(jpeg=True))
-    with pytest.raises(CorpusError, match=r"main_data\.hdf5: episode_0/observations, record 0"):
-        quietly(path, MINARI)
-
-
 @pytest.mark.parametrize(
-    ("metadata", "message"),
+    ("metadata", "said", "rule"),
     [
-        ({"total_steps": 8}, r"has 7 records, but its description says 8: .*V15"),
-        ({"total_episodes": 3}, r"has 2 episodes, but its description says 3: .*V15"),
-        ({"data_format": "arrow"}, r"stored as 'arrow', expected 'hdf5' .*V04"),
-        ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*V04"),
-        ({"observation_space": '{"type": "Text"}'}, r"the observation_space .*'max_length'.*V04"),
-        ({"total_steps": "seven"}, r"its description says 'seven': .*V15"),
+        ({"total_steps": 8}, "has 7 records, but its description says 8", "V15"),
+        ({"total_episodes": 3}, "has 2 episodes, but its description says 3", "V15"),
+        ({"total_steps": "seven"}, "its description says 'seven'", "V15"),
+        ({"data_format": "arrow"}, "stored as 'arrow', expected 'hdf5' .*", "V04"),
+        ({"observation_space": "{"}, r"a space in metadata\.json cannot be read.*", "V04"),
+        ({"observation_space": '{"type": "Text"}'}, "the observation_space .*'max_length'", "V04"),
+        (None, r"metadata\.json.* is not next to it", "V04"),
     ],
 )
-def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, message):
-    path = write(tmp_path / "a", episode(4), episode(3, seed=1), **metadata)
-    with pytest.raises(CorpusError, match=rf"main_data\.hdf5: .*{message}"):
-        quietly(path, MINARI)
-
-
-@pytest.mark.parametrize("on_invalid", ["skip", "keep"])
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
-        ({"total_episodes": 5}, "has 2 episodes, but its description says 5"),
-        ({"total_steps": 99}, "has 7 records, but its description says 99"),
-    ],
-)
-def test_metadata_totals_above_real_counts_are_reported(
-    tmp_path, quietly, on_invalid, metadata, said
-):
+def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, said, rule):
+    """Totals that differ are an error, or a warning where episodes may be skipped or kept."""
     values = [episode(4), episode(3, seed=1)]
-    path = write(tmp_path / "a", *values, **metadata)
-    data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
-    assert data.episode_table["length"].tolist() == [4, 3]
-    joined = np.concatenate([one["actions"] for one in values])
-    np.testing.assert_array_equal(data[:]["action"], joined)
-    notes = data.published.manifest.report["warnings"]
-    assert [(note["rule"], note["first"]) for note in notes] == [("V15", "main_data.hdf5")]
-    assert said in notes[0]["text"]
+    path = write(tmp_path / "a", *values, **(metadata or {}))
+    if metadata is None:
+        path.with_name("metadata.json").unlink()
+    with pytest.raises(CorpusError, match=rf"main_data\.hdf5: .*{said}.*{rule}"):
+        quietly(path, MINARI)
+    if rule == "V04":
+        return
+    for on_invalid in ("skip", "keep"):
+        policies = Policies(on_invalid=on_invalid)
+        data = quietly(path, MINARI, on_invalid, policies=policies)
+        assert data.episode_table["length"].tolist() == [4, 3]
+        joined = np.concatenate([one["actions"] for one in values])
+        np.testing.assert_array_equal(data[:]["action"], joined)
+        notes = data.published.manifest.report["warnings"]
+        assert [(note["rule"], note["first"]) for note in notes] == [("V15", "main_data.hdf5")]
+        assert said in notes[0]["text"]
 
 
 @pytest.mark.parametrize(("on_invalid", "kept"), [("skip", [3]), ("keep", [4, 3])])
@@ -213,13 +172,6 @@ def test_stale_episode_length_is_skipped_or_reported(tmp_path, quietly, on_inval
     assert [(note["rule"], note["first"]) for note in report["warnings"]] == [
         ("V15", "main_data.hdf5: episode_0/rewards")
     ]
-
-
-def test_file_without_metadata_is_refused(tmp_path, quietly):
-    path = write(tmp_path / "a", episode(4))
-    path.with_name("metadata.json").unlink()
-    with pytest.raises(CorpusError, match=r"metadata\.json.* is not next to it.*V04"):
-        quietly(path, MINARI)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.families.d4rl import VD4RL
 from replaykit.errors import CorpusError
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
 from tests.datasets.trials import assert_ted
 
 
@@ -52,47 +54,24 @@ def write(folder: Path, values: dict[str, Any], *cuts: int, first: int = 1) -> l
     return paths
 
 
-def expect(expected: Any, values: dict[str, Any], lengths: tuple[int, ...], cuts: tuple[int, ...]):
-    """Rows of the definition: what led from each record to the one after it."""
-    base, numbers = 0, {}
-    for length in lengths:
-        shard = int(np.searchsorted(cuts, base, "right"))
-        number = numbers.get(shard, 0)
-        numbers[shard] = number + 1
-        for t in range(length - 1):
-            at, then = base + t, base + t + 1
-            last = t == length - 2
-            over = last and values["discount"][then] == 0
-            expected.row(
-                observation=values["observation"][at],
-                next__observation=values["observation"][then],
-                action=values["action"][then],
-                next__reward=values["reward"][then : then + 1],
-                next__discount=values["discount"][then : then + 1],
-                last=last,
-                terminated=over,
-                truncated=last and not over,
-                seed=shard,
-                episode=number,
-            )
-        base += length
-
-
-@pytest.mark.parametrize(
-    "cuts",
-    [(), (6,), (3,), (1,), (5,), (6, 9), (2, 4), (3, 8, 12), tuple(range(1, 15))],
-    ids=str,
-)
-def test_every_row_wherever_the_shards_are_cut(tmp_path, expected, quietly, cuts):
+@pytest.mark.parametrize("cuts", [(3,), (6, 9), (2, 4), (3, 8, 12), tuple(range(1, 15))], ids=str)
+def test_every_row_wherever_the_shards_are_cut(tmp_path, quietly, cuts):
     """N20: the action of a record led to its observation; shards may be cut inside an episode."""
-    lengths = (6, 5, 4)
-    values = records(*lengths, terminated=(1,))
+    values = records(6, 5, 4, terminated=(1,))
+    (path,) = write(tmp_path / "whole", values)
+    whole = quietly(path, VD4RL, "one")
+    check(CORPORA["vd4rl"], path, whole.published)
     paths = write(tmp_path / "files", values, *cuts)
     data = quietly(tmp_path / "files", VD4RL)
-    expect(expected, values, lengths, cuts)
-    expected.check(data)
     assert_ted(data.published)
-    assert len(data) == sum(lengths) - len(lengths)
+    columns = data.published.columns
+    assert columns.keys() == whole.published.columns.keys()
+    for key, column in whole.published.columns.items():
+        assert key in (("seed",), ("episode",)) or columns[key].equal(column), key
+    # An episode has the number of the shard that it begins in, and is counted there.
+    seeds = np.searchsorted(cuts, [0, 6, 11], "right").tolist()
+    assert data.episode_table["seed"].tolist() == seeds
+    assert data.episode_table["episode"].tolist() == [seeds[:k].count(seeds[k]) for k in range(3)]
     assert data.episode_table["terminated"].tolist() == [False, True, False]
     assert data.episode_table["truncated"].tolist() == [True, False, True]
     named = [file["name"] for file in data.published.manifest.source["files"]]
@@ -132,23 +111,19 @@ def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly):
     np.testing.assert_array_equal(data[:]["action"], values["action"][values["step_type"] != 0])
 
 
-def test_missing_shard_is_named(tmp_path, quietly):
+def test_shards_that_do_not_follow_are_named(tmp_path, quietly):
     first, middle, last = write(tmp_path / "files", records(9), 3, 6)
     middle.unlink()
-    with pytest.raises(
-        CorpusError, match=r"3\.hdf5: it continues .*1\.hdf5: the files between.*V32"
-    ):
-        quietly([first, last], VD4RL)
-    with pytest.raises(CorpusError, match=r"3\.hdf5: step_type, record 0: begins no episode.*V32"):
-        quietly([last], VD4RL)
-
-
-def test_shard_that_continues_after_an_end_is_named_with_its_record(tmp_path, quietly):
     values = records(4, 4)
     values["step_type"][4] = 1
-    one, two = write(tmp_path / "files", values, 4)
-    with pytest.raises(CorpusError, match=r"2\.hdf5: step_type, record 0: begins no episode.*V32"):
-        quietly([one, two], VD4RL)
+    ended = write(tmp_path / "ended", values, 4)
+    for files, said in (
+        ([first, last], r"3\.hdf5: it continues .*1\.hdf5: the files between"),
+        ([last], r"3\.hdf5: step_type, record 0: begins no episode"),
+        (ended, r"2\.hdf5: step_type, record 0: begins no episode"),
+    ):
+        with pytest.raises(CorpusError, match=rf"{said}.*V32"):
+            quietly(files, VD4RL)
 
 
 def test_values_that_break_a_rule_are_named_with_shard_and_record(tmp_path, quietly):
@@ -203,27 +178,24 @@ def test_values_that_make_no_sense_are_named(tmp_path, quietly, change, message)
 
 
 @pytest.mark.parametrize("name", ["observation", "action", "reward", "discount", "step_type"])
-def test_arrays_that_a_shard_lacks_or_has_shorter_are_named(tmp_path, quietly, name):
+def test_arrays_that_a_shard_lacks_or_has_otherwise_are_named(tmp_path, quietly, name):
     values = records(4, 4)
     write(tmp_path / "files", values, 6)
-    with h5py.File(tmp_path / "files/2.hdf5", "a") as file:
-        del file[name]
-    with pytest.raises(CorpusError, match=rf"2\.hdf5: no arrays '{name}' of the layout.*V04"):
-        quietly(tmp_path / "files", VD4RL)
-    with h5py.File(tmp_path / "files/2.hdf5", "a") as file:
-        file[name] = values[name][:1]
-    with pytest.raises(CorpusError, match=r"2\.hdf5: [a-z_]+: has shape.*V11"):
-        quietly(tmp_path / "files", VD4RL)
-
-
-def test_shard_of_another_shape_is_named(tmp_path, quietly):
-    values = records(4, 4)
-    write(tmp_path / "files", values, 6)
-    with h5py.File(tmp_path / "files/2.hdf5", "a") as file:
-        del file["action"]
-        file["action"] = np.zeros((2, 9), np.float32)
-    with pytest.raises(CorpusError, match=r"action: .*2\.hdf5 has shape \[2, 9\] and .*V10"):
-        quietly(tmp_path / "files", VD4RL)
+    cases = [
+        (None, rf"2\.hdf5: no arrays '{name}' of the layout.*V04"),
+        (values[name][:1], r"2\.hdf5: [a-z_]+: has shape.*V11"),
+    ]
+    if name == "action":
+        wide = np.zeros((2, 9), np.float32)
+        cases.append((wide, r"action: .*2\.hdf5 has shape \[2, 9\] and .*V10"))
+    for value, said in cases:
+        with h5py.File(tmp_path / "files/2.hdf5", "a") as file:
+            if name in file:
+                del file[name]
+            if value is not None:
+                file[name] = value
+        with pytest.raises(CorpusError, match=said):
+            quietly(tmp_path / "files", VD4RL)
 
 
 def test_shards_without_records(tmp_path, quietly):

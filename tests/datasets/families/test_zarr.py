@@ -15,7 +15,7 @@ from replaykit.datasets import Policies, ZarrExperienceReplay, convert, load_dat
 from replaykit.datasets.families import ZARR
 from replaykit.errors import CorpusError
 from replaykit.inspection import validate
-from tests.datasets.families.mutations import SEEDS, refusals
+from tests.datasets.families.mutations import SEEDS, refusals, refused
 
 zarr = pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 numcodecs = pytest.importorskip("numcodecs")
@@ -150,69 +150,49 @@ def described(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def state(**changes: Any) -> Any:
+    """Return a fault of the description of an array."""
+    return lambda folder: described(folder / "data/state/.zarray", **changes)
+
+
+def ends(**changes: Any) -> Any:
+    return lambda folder: described(folder / "meta/episode_ends/.zarray", **changes)
+
+
 WRONG = {
     "missing chunk": (
         lambda p: (p / "data/img/9.0.0.0").unlink(),
-        "img: the chunks of 1 rows",
+        "img: the chunks of 1 ro",
         "V76",
     ),
     "missing ends": (lambda p: (p / "meta/episode_ends/0").unlink(), "a chunk is missing", "V76"),
     "cut chunk": (lambda p: (p / "data/state/1.0").write_bytes(b"\x02\x01"), "data/state", "V03"),
     "no ends": (lambda p: shutil.rmtree(p / "meta"), "has an array meta/episode_ends", "V04"),
-    "pickle": (
-        lambda p: described(p / "data/state/.zarray", dtype="|O", filters=[{"id": "pickle"}]),
-        "data/state: is stored by the codec 'pickle'.*run code",
-        "V03",
-    ),
-    "unknown codec": (
-        lambda p: described(p / "data/state/.zarray", compressor={"id": "mine"}),
-        "data/state: is stored by the codec 'mine'",
-        "V03",
-    ),
+    "pickle": (state(dtype="|O", filters=[{"id": "pickle"}]), "codec 'pickle'.*run code", "V03"),
+    "unknown codec": (state(compressor={"id": "mine"}), "state: is stored by the codec 'm", "V03"),
     "no JSON": (lambda p: (p / "data/state/.zarray").write_text("{"), "data/state", "V03"),
     "no arrays": (lambda p: shutil.rmtree(p / "data"), "data: has no array of numbers", "V12"),
-    "huge ends": (
-        lambda p: described(p / "meta/episode_ends/.zarray", shape=[10**12], chunks=[1]),
-        "meta/episode_ends: 999999999999 chunks are missing",
-        "V76",
-    ),
-    "no chunk size": (
-        lambda p: described(p / "data/state/.zarray", chunks=[0, 5]),
-        "data/state: the chunks of",
-        "V76",
-    ),
+    "huge ends": (ends(shape=[10**12], chunks=[1]), "ends: 999999999999 chunks are missing", "V76"),
+    "no chunk size": (state(chunks=[0, 5]), "data/state: the chunks of", "V76"),
     "chunk beyond the shape": (
         lambda p: (p / "data/state/1.0").rename(p / "data/state/1.7"),
         "state: the chunks of 1 rows",
         "V76",
     ),
-    "fewer rows": (
-        lambda p: described(p / "data/state/.zarray", shape=[19, 5]),
-        "data/state: has 19 rows, but the episodes end at row 20",
-        "V11",
-    ),
+    "fewer rows": (state(shape=[19, 5]), "has 19 rows, but the episodes end at row 20", "V11"),
     "huge": (
-        lambda p: described(p / "data/state/.zarray", shape=[20, 10**14], chunks=[6, 10**14]),
+        state(shape=[20, 10**14], chunks=[6, 10**14]),
         "data/state: a chunk has 4,800,000,000,000,000 bytes",
         "V03",
     ),
-    "huge chunk of ends": (
-        lambda p: described(p / "meta/episode_ends/.zarray", shape=[10**12], chunks=[10**12]),
-        "meta/episode_ends: it has 8,000,000,000,000 bytes",
-        "V03",
-    ),
+    "huge chunk of ends": (ends(shape=[10**12], chunks=[10**12]), "8,000,000,000,000 byt", "V03"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_wrong_files_are_refused_by_name(fault, tmp_path):
-    change, says, rule = WRONG[fault]
     write(tmp_path / "a", state={"compressors": numcodecs.Zstd(checksum=True)})
-    change(tmp_path / "a")
-    with pytest.raises(CorpusError, match=rf"(?s){says}.*\[{rule}\]") as caught:
-        convert(tmp_path / "a", ZARR, tmp_path / "data")
-    assert str(tmp_path / "a") in str(caught.value)
-    assert not (tmp_path / "data").exists()
+    refused(tmp_path / "a", tmp_path / "a", ZARR, *WRONG[fault])
 
 
 def test_a_wrong_shape_does_not_look_like_a_full_disk(tmp_path, monkeypatch):
@@ -224,7 +204,7 @@ def test_a_wrong_shape_does_not_look_like_a_full_disk(tmp_path, monkeypatch):
         convert(tmp_path / "a", ZARR, tmp_path / "data")
     usage = usage._replace(free=1_000_000)
     convert(tmp_path / "a", ZARR, tmp_path / "data")
-    described(tmp_path / "a/data/state/.zarray", shape=[20, 10**4], chunks=[6, 10**4])
+    state(shape=[20, 10**4], chunks=[6, 10**4])(tmp_path / "a")
     with pytest.raises(CorpusError, match=r"data/state.*\[V03\]"):
         convert(tmp_path / "a", ZARR, tmp_path / "other")
 
@@ -282,11 +262,11 @@ def test_big_endian_and_empty_values_are_read(tmp_path):
     assert rows["none"].shape == (20, 0)
 
 
-@pytest.mark.parametrize("ends", [[7, 6, 20], [-1, 8, 20], [7.0, 8.0, 20.0], [[7], [8], [20]]])
-def test_ends_that_go_back_are_refused(ends, tmp_path):
+@pytest.mark.parametrize("values", [[7, 6, 20], [-1, 8, 20], [7.0, 8.0, 20.0], [[7], [8], [20]]])
+def test_ends_that_go_back_are_refused(values, tmp_path):
     write(tmp_path / "a")
     group = zarr.open_group(tmp_path / "a", mode="a")
-    group.create_array("meta/episode_ends", data=np.array(ends), overwrite=True)
+    group.create_array("meta/episode_ends", data=np.array(values), overwrite=True)
     with pytest.raises(CorpusError, match=r"meta/episode_ends|episode \d ends.*\[V(32|10)\]"):
         convert(tmp_path / "a", ZARR, tmp_path / "data")
 
