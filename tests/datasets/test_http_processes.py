@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from replaykit.datasets import download
+from tests.datasets.test_hub_processes import wait_for
 from tests.support import Fault, LoopbackHub
 
 DATA = os.urandom(8_000_000)
@@ -52,24 +53,14 @@ def part(tmp_path: Path) -> int:
     return sum(path.stat().st_size for path in (tmp_path / "downloads").rglob("*.part"))
 
 
-def wait_for_part(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while part(tmp_path) < SOME:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the process did not get there"
-        time.sleep(0.01)
-
-
 def test_waiting_process_continues_download_of_killed_process(
     web: LoopbackHub, tmp_path: Path
 ) -> None:
     web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
     first = start(web)
-    wait_for_part(first, tmp_path)
+    wait_for(lambda: part(tmp_path) >= SOME, first)
     second = start(web)
-    while sum(request.method == "HEAD" for request in web.requests) < 2:
-        assert first.poll() is None, "the first should still be at work"
-        time.sleep(0.01)
+    wait_for(lambda: sum(r.method == "HEAD" for r in web.requests) == 2, first)
     first.kill()
     first.communicate()
     out, err = second.communicate(timeout=120)
@@ -85,7 +76,7 @@ def test_waiting_process_continues_download_of_killed_process(
 def test_interrupt_ends_download_and_keeps_received_bytes(web: LoopbackHub, tmp_path: Path) -> None:
     web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
     process = start(web)
-    wait_for_part(process, tmp_path)
+    wait_for(lambda: part(tmp_path) >= SOME, process)
     asked = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

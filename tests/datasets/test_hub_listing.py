@@ -37,41 +37,34 @@ from tests.datasets.door import (
     listing_of,
 )
 from tests.support import Fault
+from tests.support.refusals import refuses
 
 
 @pytest.mark.pitfall("DS5")
-@pytest.mark.parametrize("directory", [DOOR, DOOR + "/", "/" + DOOR])
-def test_lists_the_files_below_a_directory_in_string_order(hub: Any, directory: str) -> None:
-    listing = listing_of(directory)
-    assert [file.path for file in listing.files] == [A, B, C]  # seed0, seed10, seed2
+def test_lists_the_files_below_a_directory_in_string_order(hub: Any) -> None:
+    for directory in (DOOR, DOOR + "/", "/" + DOOR):
+        listing = listing_of(directory)
+        assert [file.path for file in listing.files] == [A, B, C]  # seed0, seed10, seed2
     assert (listing.repo_id, listing.commit) == (REPO, hub.head(REPO))
     assert listing.endpoint == hub.url
     for file in listing.files:
         assert file.size == len(DATA[file.path])
         assert file.sha256 == hashlib.sha256(DATA[file.path]).hexdigest()
     assert listing.nbytes == sum(map(len, DATA.values()))
-
-
-def test_the_order_of_the_server_does_not_matter(hub: Any) -> None:
-    right = listing_of()
+    whole = listing_of("", suffix="")
+    assert [file.path for file in whole.files] == sorted({**DATA, **OTHERS})
+    for page_size in (1, 2, 7):
+        hub.page_size = page_size
+        hub.clear_log()
+        assert listing_of() == listing
+        assert len(hub.asked("GET", "tree")) > 1
+    hub.page_size = None
     entries = [
         {"type": "file", "path": file.path, "size": file.size, "oid": "0" * 40}
-        for file in reversed(right.files)
+        for file in reversed(listing.files)
     ]
     hub.faults.append(Fault(route="tree", body=json.dumps(entries).encode()))
     assert [file.path for file in listing_of().files] == [A, B, C]
-
-
-def test_lists_a_whole_repository(hub: Any) -> None:
-    listing = listing_of("", suffix="")
-    assert [file.path for file in listing.files] == sorted({**DATA, **OTHERS})
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 7])
-def test_a_listing_in_pages_is_complete(hub: Any, page_size: int) -> None:
-    hub.page_size = page_size
-    assert [file.path for file in listing_of().files] == [A, B, C]
-    assert len(hub.asked("GET", "tree")) > 1
 
 
 def test_every_kind_of_revision_is_resolved_to_its_commit(hub: Any) -> None:
@@ -140,19 +133,28 @@ def test_missing_repository_revision_and_gate_have_different_errors(hub: Any) ->
     assert all(hub.url in message and "me/" in message for message in messages)
 
 
-@pytest.mark.parametrize("route", ["revision", "tree"])
-def test_a_web_page_in_place_of_a_listing(hub: Any, route: str) -> None:
-    hub.faults.append(Fault(route=route, body=b"<html>Please log in to the wifi</html>"))
-    with pytest.raises(DownloadError, match="not that of a Hub; check HF_ENDPOINT"):
-        listing_of()
-    assert hub.faults[0].used == 1  # no use in asking again
+LEAVING = [{"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" * 40}]
 
 
-def test_a_path_that_leaves_the_repository_is_refused(hub: Any) -> None:
-    entry = {"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" * 40}
-    hub.faults.append(Fault(route="tree", body=json.dumps([entry]).encode()))
-    with pytest.raises(DownloadError, match="expected a relative path"):
+@pytest.mark.parametrize(
+    ("fault", "said", "used"),
+    [
+        *[
+            ({"route": route, "body": b"<html>Please log in"}, "not that of a Hub; check HF_EN", 1)
+            for route in ("revision", "tree")
+        ],
+        ({"route": "tree", "body": json.dumps(LEAVING).encode()}, "expected a relative path", 1),
+        ({"route": "revision", "status": 503}, r"me/data.*http://127.*HTTP 503", QUICK.attempts),
+    ],
+)
+def test_answers_that_are_no_listing_end_in_one_error(
+    hub: Any, fault: dict[str, Any], said: str, used: int
+) -> None:
+    """Only where the server is busy, asking again is of use."""
+    hub.faults.append(Fault(**fault))
+    with pytest.raises(DownloadError, match=said):
         listing_of()
+    assert hub.faults[0].used == used
 
 
 @pytest.mark.parametrize("route", ["revision", "tree"])
@@ -161,13 +163,6 @@ def test_a_busy_server_is_asked_again(hub: Any, route: str, status: int) -> None
     hub.faults.append(Fault(route=route, status=status, times=2))
     assert len(listing_of().files) == 3
     assert hub.faults[0].used == 2
-
-
-def test_a_server_that_stays_busy_ends_in_one_error(hub: Any) -> None:
-    hub.faults.append(Fault(route="revision", status=503))
-    with pytest.raises(DownloadError, match=rf"me/data.*{hub.url}.*HTTP 503"):
-        listing_of()
-    assert hub.faults[0].used == QUICK.attempts
 
 
 def test_a_listing_that_hangs_is_given_up(hub: Any) -> None:
@@ -197,10 +192,8 @@ def test_unreachable_server_raises_download_error(hub: Any) -> None:
     assert listing.commit in str(caught.value)
 
 
-def test_listing_survives_json() -> None:
-    files = (HubFile("a/x.h5", 3, "a" * 64, "b" * 40), HubFile("a/y.h5", 0, None, None))
-    listing = HubListing(REPO, "c" * 40, "http://127.0.0.1:1", files)
-    assert HubListing.from_json(json.loads(json.dumps(listing.to_json()))) == listing
+def file_json(**change: Any) -> dict[str, Any]:
+    return {"path": "a", "size": 1, "sha256": None, "blob_id": None, **change}
 
 
 @pytest.mark.parametrize(
@@ -210,27 +203,27 @@ def test_listing_survives_json() -> None:
         ({"repo_id": "../.."}, "repo_id"),
         ({"files": None}, "JSON of a Hub listing"),
         ({"files": [{"path": "a"}]}, "JSON of a Hub listing"),
-        ({"files": [{"path": "/a", "size": 1, "sha256": None, "blob_id": None}]}, "path"),
-        ({"files": [{"path": "a", "size": -1, "sha256": None, "blob_id": None}]}, "size"),
-        ({"files": [{"path": "a", "size": 1, "sha256": "x", "blob_id": None}]}, "sha256"),
-        ({"files": [{"path": "a", "size": 1, "sha256": None, "blob_id": None}] * 2}, "twice"),
+        ({"files": [file_json(path="/a")]}, "path"),
+        ({"files": [file_json(size=-1)]}, "size"),
+        ({"files": [file_json(sha256="x")]}, "sha256"),
+        ({"files": [file_json()] * 2}, "twice"),
     ],
 )
 def test_json_of_something_else_is_refused(change: dict[str, Any], message: str) -> None:
-    right = HubListing(REPO, "c" * 40, "http://127.0.0.1:1", ()).to_json()
+    files = (HubFile("a/x.h5", 3, "a" * 64, "b" * 40), HubFile("a/y.h5", 0, None, None))
+    listing = HubListing(REPO, "c" * 40, "http://127.0.0.1:1", files)
+    right = json.loads(json.dumps(listing.to_json()))
+    assert HubListing.from_json(right) == listing
     with pytest.raises(ValueError, match=message):
         HubListing.from_json({**right, **change})
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="owner/name"):
-        list_files("../x", directory="", suffix="")
-    with pytest.raises(ValueError, match="max_workers"):
-        fetch(HubListing(REPO, "c" * 40, "", ()), max_workers=0)
-    with pytest.raises(ValueError, match="attempts"):
-        Retry(attempts=0)
-    with pytest.raises(ValueError, match="waits"):
-        Retry(first_wait_s=-1)
+    listing = HubListing(REPO, "c" * 40, "", ())
+    refuses(ValueError, "owner/name", list_files, "../x", directory="", suffix="")
+    refuses(ValueError, "max_workers", fetch, listing, max_workers=0)
+    refuses(ValueError, "attempts", Retry, attempts=0)
+    refuses(ValueError, "waits", Retry, first_wait_s=-1)
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -296,19 +289,16 @@ def test_difference_finds_every_change(
         path.write_bytes(changed)
         found = difference(path, len(CONTENT), sha256, blob_id)
         assert (found is None) is (sha256 is None and blob_id is None)
-
-
-@pytest.mark.parametrize("sha256", [True, False])
-def test_long_files_are_compared_to_their_end(tmp_path: Path, sha256: bool) -> None:
+    # Long files are read in blocks, to their end.
     data = bytes(range(256)) * (3 << 12)
-    path = tmp_path / "a.h5"
+    known = (
+        sha256 and hashlib.sha256(data).hexdigest(),
+        blob_id and hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+    )
     path.write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-    git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    known = (digest, None) if sha256 else (None, git)
     assert difference(path, None, *known) is None
     path.write_bytes(data[:-1] + b"x")
-    assert difference(path, None, *known) is not None
+    assert (difference(path, None, *known) is None) is (known == (None, None))
 
 
 def test_missing_bytes_count_equal_contents_once(

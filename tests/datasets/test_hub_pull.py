@@ -8,18 +8,14 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
 
 import replaykit.datasets
-from replaykit import SliceSampler
 from replaykit.datasets import pull, push
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL
@@ -27,7 +23,8 @@ from replaykit.datasets.hub_sharing import FORMAT_TAG
 from replaykit.datasets.transfers import Retry
 from replaykit.errors import DownloadError
 from tests.datasets.converted import files_of
-from tests.datasets.trials import convert, write_source
+from tests.datasets.test_hub_processes import wait_for
+from tests.datasets.trials import convert, write_source, write_steps
 from tests.support import Fault
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
@@ -66,20 +63,9 @@ def column_gets(hub: Any) -> list[str]:
     return [r.path for r in hub.asked("GET", "resolve") if r.path.endswith(".memmap")]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it did not get there"
-        time.sleep(0.02)
-
-
 def test_names_that_need_quoting_survive_and_progress_is_reported(hub: Any, tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        file["observations"], file["actions"] = np.eye(4), np.zeros((4, 1))
-        file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
-        file["infos/rgb:left cam:é%20"] = np.arange(4.0)
-    data = replaykit.datasets.convert(tmp_path / "a.hdf5", D4RL, tmp_path / "data")
+    path = write_steps(tmp_path / "a.hdf5", **{"infos/rgb:left cam:é%20": np.arange(4.0)})
+    data = replaykit.datasets.convert(path, D4RL, tmp_path / "data")
     push(tmp_path / "data", STEPS, license="mit", token="any")
     told: list[Any] = []
     found = pull(STEPS, root=tmp_path / "pulled", progress=told.append)
@@ -97,21 +83,11 @@ def test_split_trajectories_are_pushed_and_pulled_too(
     split = tmp_path / "root" / "data_split"
     ensure_split(target, split)
     push(split, STEPS, license="mit", token="any")
-    found = pull(STEPS, root=tmp_path / "pulled").published
-    assert (found.batch_size, found.rows) == (torch.Size([2, 4]), 2)
+    data = pull(STEPS, root=tmp_path / "pulled", episodes=[0], batch_size=3)
+    found = data.published
+    assert (found.batch_size, found.rows, len(data)) == (torch.Size([2, 4]), 2, 1)
+    assert data.sample().shape == (3, 4)  # arguments of a buffer are passed on
     assert files_of(found.path) == files_of(split)
-
-
-def test_arguments_of_a_buffer_are_passed_on(tmp_path: Path, pushed: Path) -> None:
-    data = pull(
-        STEPS,
-        root=tmp_path / "pulled",
-        batch_size=4,
-        sampler=SliceSampler(slice_len=2),
-        episodes=[0],
-    )
-    assert data.sample().shape == (4,)
-    assert len(data) == 4
 
 
 def test_a_commit_that_is_there_needs_no_request(hub: Any, tmp_path: Path, pushed: Path) -> None:
@@ -149,6 +125,9 @@ def test_offline_the_last_commit_of_a_branch_is_opened(
     for revision in ("v1", "0" * 40):
         with pytest.raises(FileNotFoundError, match="offline mode"):
             pull(STEPS, root=root, revision=revision)
+    (root / "me" / "steps" / ".revisions" / "main").write_text("../../elsewhere")
+    with pytest.raises(FileNotFoundError, match="offline mode"):  # a damaged note is ignored
+        pull(STEPS, root=root)
     assert hub.requests == []
 
 
@@ -161,17 +140,8 @@ def test_pull_of_a_branch_fails_while_the_server_is_down(
     with pytest.raises(DownloadError, match="cannot be reached"):
         pull(STEPS, root=root, retry=AT_ONCE)
     assert len(pull(STEPS, root=root, revision=commit)) == 6
-
-
-def test_damaged_note_is_ignored(
-    hub: Any, tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "pulled"
-    pull(STEPS, root=root)
-    (root / "me" / "steps" / ".revisions" / "main").write_text("../../elsewhere")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="offline mode"):
-        pull(STEPS, root=root)
+    with pytest.raises(ValueError, match="owner/name"):
+        pull("../me", root=tmp_path)
 
 
 WRONG = {
@@ -274,8 +244,3 @@ def test_waiting_process_completes_pull_of_killed_process(
         for key, value in ours.items()
     }
     assert [entry.name for entry in Path(path).parent.iterdir() if "tmp-" in entry.name] == []
-
-
-def test_a_malformed_repository_is_refused(hub: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="owner/name"):
-        pull("../me", root=tmp_path)

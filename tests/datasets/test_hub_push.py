@@ -15,6 +15,7 @@ from replaykit.errors import UploadError
 from tests.datasets.converted import files_of
 from tests.datasets.trials import convert, write_source
 from tests.support import Fault
+from tests.support.refusals import refuses
 
 REPO, FILES = "other/data", {"a.bin": b"1"}
 TOKEN = "any"
@@ -63,9 +64,7 @@ def test_card_lists_licence_size_and_tags(hub: Any, target: Path) -> None:
     text = hub.files("me/steps")["README.md"].decode()
     assert "6 rows, 2 episodes" in text
     assert "| `next/reward` | float64 | [1] |" in text
-
-
-def test_the_licence_of_the_source_travels(hub: Any, target: Path) -> None:
+    # The licence of the source travels.
     manifest_with(target, license="cc-by-4.0")
     send(target, license=None)
     assert header(hub)["license"] == "cc-by-4.0"
@@ -73,48 +72,41 @@ def test_the_licence_of_the_source_travels(hub: Any, target: Path) -> None:
         send(target, license="mit")
 
 
-def test_push_needs_a_licence_if_the_data_set_has_none(hub: Any, target: Path) -> None:
+def test_wrong_calls_are_refused_before_anything_is_sent(
+    hub: Any, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.clear_log()
-    with pytest.raises(ValueError, match="licence of the data set is not known"):
-        send(target, license=None)
-    assert hub.requests == []
-
-
-def test_a_damaged_data_set_is_refused_before_anything_is_sent(hub: Any, target: Path) -> None:
+    for repo_id in ("steps", "me/steps/more", "me/../x", ""):
+        refuses(ValueError, "expected 'owner/name'", send, target, repo_id)
+    refuses(ValueError, "licence of the data set is not known", send, target, license=None)
+    refuses(FileNotFoundError, "absent", send, target.with_name("absent"))
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        refuses(FileNotFoundError, "offline mode forbids", send, target)
     column = target / "action.memmap"
     data = bytearray(column.read_bytes())
     data[0] ^= 1
     column.write_bytes(data)
-    hub.clear_log()
-    with pytest.raises(RuntimeError, match=r"action\.memmap has a wrong checksum"):
-        send(target)
+    refuses(RuntimeError, r"action\.memmap has a wrong checksum", send, target)
     column.write_bytes(data[:-1])
-    with pytest.raises(RuntimeError, match=r"action\.memmap has"):
-        send(target)
-    with pytest.raises(FileNotFoundError):
-        send(target.with_name("absent"))
-    assert hub.requests == []
-
-
-@pytest.mark.parametrize("repo_id", ["steps", "me/steps/more", "me/../x", ""])
-def test_a_malformed_repository_is_refused(hub: Any, target: Path, repo_id: str) -> None:
-    hub.clear_log()
-    with pytest.raises(ValueError, match="expected 'owner/name'"):
-        send(target, repo_id)
+    refuses(RuntimeError, r"action\.memmap has", send, target)
     assert hub.requests == []
 
 
 def test_a_second_push_replaces_the_first_and_leaves_other_files(
     hub: Any, target: Path, tmp_path: Path
 ) -> None:
-    send(target)
+    first_url = send(target)
     first = hub.head("me/steps")
+    hub.clear_log()
+    assert send(target) == first_url  # the same again
+    assert not hub.asked("PUT")
+    assert not hub.asked("POST", "commit")
     hub.commit("me/steps", {"paper.pdf": b"%PDF"})
     obsolete = {"old.memmap", "gone/meta.json", "gone/x.memmap"}
     text = json.loads((target / "manifest.json").read_text())
-    group = {"file": "old.memmap", "nbytes": 0, "crc32": "00000000"}
-    array = {**text["arrays"][0], "file": "gone/x.memmap"}
-    text["arrays"][0], text["group_file"] = array, group
+    text["group_file"] = {"file": "old.memmap", "nbytes": 0, "crc32": "00000000"}
+    text["arrays"][0] = {**text["arrays"][0], "file": "gone/x.memmap"}
     hub.commit("me/steps", {"manifest.json": json.dumps(text).encode()})
     hub.commit("me/steps", dict.fromkeys(obsolete, b"x"))
     other = tmp_path / "root" / "other"
@@ -126,14 +118,6 @@ def test_a_second_push_replaces_the_first_and_leaves_other_files(
     assert not obsolete & there.keys()
     assert hub.head("me/steps") == hub._state.repos["me/steps"].tags[FORMAT_TAG] != first
     assert pull("me/steps", revision=FORMAT_TAG, root=tmp_path / "pulled").published.rows == 8
-
-
-def test_pushing_the_same_again_changes_nothing(hub: Any, target: Path) -> None:
-    first = send(target)
-    hub.clear_log()
-    assert send(target) == first
-    assert not hub.asked("PUT")
-    assert not hub.asked("POST", "commit")
 
 
 def test_push_keeps_text_of_an_existing_card(hub: Any, target: Path) -> None:
@@ -184,12 +168,9 @@ def test_failed_push_raises_error_and_changes_nothing(
 
 
 def test_two_pushes_at_once_do_not_mix(hub: Any, target: Path) -> None:
-    hub.faults.append(Fault(route="commit", status=412))
+    hub.faults.append(Fault(route="commit", status=412, times=1))
     with pytest.raises(UploadError, match="another client has pushed to it in between"):
         send(target)
-
-
-def test_push_detects_commit_made_after_listing(hub: Any, target: Path) -> None:
     send(target)
     before = hub.head("me/steps")
     hub.commit("me/steps", {"x.txt": b"1"})
@@ -201,27 +182,16 @@ def test_push_detects_commit_made_after_listing(hub: Any, target: Path) -> None:
         send(target)
 
 
-def test_without_a_token_nothing_is_written(hub: Any, target: Path) -> None:
+def test_a_token_is_needed_to_write_and_to_read_private_repositories(
+    hub: Any, target: Path, tmp_path: Path
+) -> None:
     with pytest.raises(PermissionError, match="log in with a token"):
         send(target, token=None)
     assert "me/steps" not in hub._state.repos
-
-
-def test_a_private_repository_is_read_with_a_token_only(
-    hub: Any, target: Path, tmp_path: Path
-) -> None:
     send(target, private=True)
     with pytest.raises(FileNotFoundError, match="that you may see"):
         pull("me/steps", root=tmp_path / "pulled")
     assert len(pull("me/steps", root=tmp_path / "pulled", token=TOKEN)) == 6
-
-
-def test_offline_nothing_is_sent(hub: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.clear_log()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="offline mode forbids"):
-        send(target)
-    assert hub.requests == []
 
 
 def test_unreachable_hub_raises_upload_error(hub: Any, target: Path) -> None:
