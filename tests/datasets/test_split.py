@@ -18,26 +18,22 @@ from tensordict import TensorDict
 
 from replaykit.datasets import dataset_passes as split_module
 from replaykit.datasets.dataset_passes import ensure_split
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import Published, open_published, verify_published
-from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import make_trial
+from tests.datasets.converted import needs_proc
+from tests.datasets.trials import convert, names, write
 from tests.prepared import python
 
 
 def flat(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Published:
     """A published data set of episodes of so many rows; odd ones end terminated."""
-    file = path.with_name(f"{path.name}.h5")
-    with RoboHiveWriter(file, float_dtype=None) as writer:
-        for k, length in enumerate(lengths):
-            trial = make_trial(length + 1, seed=seed + k, terminated=k % 2 == 1)
-            trial["env_infos"]["pixels"] = np.full((length + 1, 2, 3), k + 1, np.uint8)
-            trial["env_infos"]["nothing"] = np.zeros((length + 1, 0))
-            writer.add_trial(**trial)
-    return ensure_dataset(
-        path, get_sources=lambda: Sources.local([file]), layout=ROBOHIVE, **options
-    )
+    trials = []
+    for k, length in enumerate(lengths):
+        trials.append(make_trial(length + 1, seed=seed + k, terminated=k % 2 == 1))
+        trials[-1]["env_infos"]["pixels"] = np.full((length + 1, 2, 3), k + 1, np.uint8)
+        trials[-1]["env_infos"]["nothing"] = np.zeros((length + 1, 0))
+    return convert(path, write(path.with_name(f"{path.name}.h5"), *trials), **options)
 
 
 def assert_same_transitions(split: Published, table: Published) -> None:
@@ -61,16 +57,6 @@ def assert_same_transitions(split: Published, table: Published) -> None:
         start += length
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 24])
-def test_both_forms_hold_the_same_transitions(tmp_path, block_bytes):
-    table = flat(tmp_path / "data", 4, 7, 1, 5)
-    options = ConvertOptions(block_bytes=block_bytes)
-    split = ensure_split(tmp_path / "data", tmp_path / "data_split", options=options)
-    assert_same_transitions(split, table)
-    verify_published(tmp_path / "data_split")
-    verify_published(tmp_path / "data")
-
-
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -80,6 +66,8 @@ def test_any_lengths_in_any_blocks(tmp_path, lengths, block_bytes):
     options = ConvertOptions(block_bytes=block_bytes)
     split = ensure_split(tmp_path / "data", tmp_path / "split", options=options)
     assert_same_transitions(split, table)
+    verify_published(tmp_path / "data")
+    verify_published(tmp_path / "split")
 
 
 def test_result_is_readable_by_tensordict_with_its_batch_size(tmp_path):
@@ -93,14 +81,6 @@ def test_result_is_readable_by_tensordict_with_its_batch_size(tmp_path):
     assert split.groups() == ["Trial0", "Trial1"]
     assert split.episodes["length"].tolist() == [4, 2]
     assert split.manifest.identity["form"] == "split trajectories"
-
-
-def test_flags_are_false_behind_the_end(tmp_path):
-    flat(tmp_path / "data", 3, 1)
-    split = ensure_split(tmp_path / "data", tmp_path / "split")
-    assert split.columns["next", "truncated"].squeeze(-1).tolist() == [[0, 0, 1], [0, 0, 0]]
-    assert split.columns["next", "terminated"].squeeze(-1).tolist() == [[0, 0, 0], [1, 0, 0]]
-    assert split.columns["next", "done"].squeeze(-1).tolist() == [[0, 0, 1], [1, 0, 0]]
 
 
 @pytest.mark.pitfall("DS6")
@@ -118,9 +98,7 @@ def test_split_of_an_older_version_is_made_again_and_a_current_one_kept(tmp_path
     assert_same_transitions(again, table)
     # Who had mapped the stale one keeps it.
     assert float(first.columns["next", "reward"][0, 0]) == 1.0
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".data.lock", ".split.lock", "data", "data.h5", "split",
-    ]  # fmt: skip
+    assert names(tmp_path) == [".data.lock", ".split.lock", "data", "data.h5", "split"]
 
 
 def test_other_directories_are_not_overwritten(tmp_path):
@@ -161,9 +139,7 @@ def test_failed_split_leaves_no_files(tmp_path, monkeypatch):
         patch.setattr("os.pwrite", full)
         with pytest.raises(OSError, match=r"bytes are needed for .*split"):
             ensure_split(tmp_path / "data", tmp_path / "split")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".data.lock", ".split.lock", "data", "data.h5",
-    ]  # fmt: skip
+    assert names(tmp_path) == [".data.lock", ".split.lock", "data", "data.h5"]
     assert ensure_split(tmp_path / "data", tmp_path / "split").rows == 2
 
 
@@ -189,7 +165,6 @@ def test_flat_form_that_is_replaced_meanwhile_is_split_as_it_is_then(tmp_path, m
 
 PEAK = """
 import sys
-from replaykit.datasets import dataset_passes as split_module
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.dataset_passes import ensure_split
 def peak():
@@ -203,10 +178,17 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def growth(tmp_path: Path) -> int:
+    """KiB that the split of ``large.h5`` takes beyond that of a small file."""
+    flat(tmp_path / "small", 3)
+    convert(tmp_path / "large", tmp_path / "large.h5")
+    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@needs_proc
 def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
     """The mask and the numbers of two episodes of up to a million rows: 9 and 18 MB."""
-    flat(tmp_path / "small", 3)
     rows = 1_000_000
     with h5py.File(tmp_path / "large.h5", "w") as file:
         for k, records in enumerate([rows + 1, 11]):
@@ -215,32 +197,22 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
             for name in ("rewards", "time"):
                 file[f"Trial{k}/{name}"] = np.arange(records, dtype=np.float32)
             file[f"Trial{k}/done"] = np.zeros(records, np.bool_)
-    sources = Sources.local([tmp_path / "large.h5"])
-    ensure_dataset(tmp_path / "large", get_sources=lambda: sources, layout=ROBOHIVE)
-    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 6 * 1024
+    assert growth(tmp_path) < 6 * 1024
     split = open_published(tmp_path / "large_split")
     assert split.columns["mask",].sum(1).tolist() == [rows, 10]
     assert split.columns["traj_ids",].sum(1).tolist() == [0, 10]
     verify_published(tmp_path / "large_split")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@needs_proc
 def test_peak_memory_does_not_grow_with_the_data(tmp_path):
     """64 MB of columns, one episode alone 24 MB; 8 MB of slack over blocks of 1 MiB."""
-    flat(tmp_path / "small", 3)
-    file = tmp_path / "large.h5"
-    with RoboHiveWriter(file) as writer:
-        for seed, records in enumerate([121, 20, 3]):
-            trial = make_trial(records, seed=seed, infos=False)
-            trial["env_infos"] = {"image": np.full((records, 200_000), seed, np.uint8)}
-            writer.add_trial(**trial)
-    ensure_dataset(tmp_path / "large", get_sources=lambda: Sources.local([file]), layout=ROBOHIVE)
-    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 * 1024
-    split = open_published(tmp_path / "large_split")
-    assert split.columns["info", "image"].shape == (3, 120, 200_000)
-    assert split.columns["info", "image"][:, 1, 5].tolist() == [0, 1, 2]
-    assert split.columns["info", "image"][2, 2:].sum() == 0
+    trials = [make_trial(records, seed=k, infos=False) for k, records in enumerate([121, 20, 3])]
+    for k, trial in enumerate(trials):
+        trial["env_infos"] = {"image": np.full((len(trial["time"]), 200_000), k, np.uint8)}
+    write(tmp_path / "large.h5", *trials)
+    assert growth(tmp_path) < 8 * 1024
+    images = open_published(tmp_path / "large_split").columns["info", "image"]
+    assert images.shape == (3, 120, 200_000)
+    assert images[:, 1, 5].tolist() == [0, 1, 2]
+    assert images[2, 2:].sum() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +18,6 @@ PIECES = [(k, k + 1) for k in range(12)]
 
 def who(piece: Piece) -> tuple[Piece, int]:
     return piece, os.getpid()
-
-
-def die(piece: Piece) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail(piece: Piece) -> None:
-    raise ValueError(f"no such piece: {piece}")
 
 
 def sleep(piece: Piece) -> None:
@@ -113,28 +104,6 @@ def test_next_answer_is_available_immediately_after_another(tmp_path):
 def test_answer_without_waiting_is_none_before_a_result():
     with WorkerPool(sleep, PIECES, 1) as pool:
         assert pool.answer(waits=False) is None
-
-
-def test_worker_death_raises_error_with_signal():
-    with (
-        pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"),
-        WorkerPool(die, PIECES, 2) as pool,
-    ):
-        pool.answer()
-
-
-def test_error_in_a_worker_is_raised_with_where_it_was():
-    with (
-        pytest.raises(ValueError, match="no such piece") as caught,
-        WorkerPool(fail, PIECES, 2) as pool,
-    ):
-        pool.answer()
-    assert "in fail" in str(caught.value.__cause__)
-
-
-def test_workers_end_with_the_block_even_when_busy():
-    with pytest.raises(KeyboardInterrupt), WorkerPool(sleep, PIECES, 2):
-        raise KeyboardInterrupt
 
 
 def test_worker_without_further_pieces_exits_at_once():
