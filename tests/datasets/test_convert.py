@@ -69,23 +69,27 @@ def test_every_value_of_the_sample_is_that_of_h5py(sample, tmp_path, copies):
 
 
 def test_every_value_of_written_trials(tmp_path):
-    """Early termination, time limits, two records, and a file without a closing record."""
-    untailed = make_trial(5, seed=5) | {"tail": False}
-    untailed["actions"] = np.concatenate([untailed["actions"], [[0.5, 0.25]]])
+    """N4, N5: early ends, time limits, two records, and trials without a closing record."""
+    untailed = [make_trial(5, seed=5 + k, terminated=k == 1) | {"tail": False} for k in range(3)]
+    for trial in untailed:
+        trial["actions"] = np.concatenate([trial["actions"], [[0.5, 0.25]]])
     files = [
         write(tmp_path / "a.h5", make_trial(2, seed=3, terminated=True), make_trial(9, seed=4)),
         write(tmp_path / "b.h5", make_trial(6, seed=1), make_trial(3, seed=2, terminated=True)),
-        write(tmp_path / "c.h5", untailed),
+        write(tmp_path / "c.h5", *untailed),
     ]
     found = convert(tmp_path / "data", files[1], files[0], files[2])
     check(ROBOSET, files, found)
     assert_ted(found)
     table = found.episodes
-    assert table["length"].tolist() == [1, 8, 5, 2, 4]
-    assert table["seed"].tolist() == [0, 0, 1, 1, 2]
-    assert table["terminated"].tolist() == [True, False, False, True, False]
-    assert table["truncated"].tolist() == [False, True, True, False, True]
-    assert table["return"].tolist() == [301.0, sum(range(401, 409)), 515.0, 403.0, 2010.0]
+    assert table["length"].tolist() == [1, 8, 5, 2, 4, 4, 4]
+    assert table["seed"].tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert table["terminated"].tolist() == [True, False, False, True, False, True, False]
+    assert table["truncated"].tolist() == [False, True, True, False, True, True, True]
+    returns = [301.0, sum(range(401, 409)), 515.0, 403.0, 2010.0, 2410.0, 2810.0]
+    assert table["return"].tolist() == returns
+    notes = {(note["rule"], note["first"]) for note in found.manifest.report["warnings"]}
+    assert ("V50", "c.h5: Trial0") in notes
 
 
 @pytest.mark.pitfall("DS8")

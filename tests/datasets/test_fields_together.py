@@ -27,6 +27,10 @@ from replaykit.datasets.engine.layout import Ends, Flags
 from replaykit.datasets.families import D4RL, ISAACLAB, ROBOHIVE, ROBOMIMIC
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import RoboHiveWriter
+from tests.datasets.families.test_robomimic import demo
+from tests.datasets.families.test_robomimic import write as write_demos
+from tests.datasets.trials import write_steps
+from tests.support.refusals import refuses
 
 POSE = np.arange(24.0).reshape(6, 4) ** 2
 STATE = Field("pose", "observation", ("observation",), ("next", "observation"))
@@ -146,19 +150,13 @@ def test_all_nan_optional_field_of_a_required_source_is_left_out(tmp_path):
     assert "copy" not in rows
 
 
+@pytest.mark.filterwarnings("ignore:.*it is no part of the layout:UserWarning")
 def test_ends_of_one_source_are_both_set(tmp_path):
-    fields = (STATE, SCORE, Field("end", "terminated"), Field("end", "truncated"))
-    path = _write(tmp_path / "a.h5", end=np.arange(5) == 4)
-    data = convert(path, _layout(*fields), tmp_path / "data")
-    for name in ("terminated", "truncated"):
-        assert data[:]["next", name].sum() == 2
-
-
-def test_a_reward_and_an_end_of_one_source(tmp_path):
     score = np.array([0.0, 0.0, 0.0, 0.0, 3.0])
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for run, scores in enumerate((score, np.zeros(5))):
             file[f"run{run}/pose"], file[f"run{run}/score"] = POSE + run, scores
+            file[f"run{run}/end"], file[f"run{run}/last"] = np.arange(5) == 4, np.arange(6) == 5
     seen = Field("score", "info", before=("seen",), moment="outcome")
     data = convert(
         tmp_path / "a.h5", _layout(SCORE, seen, STATE, Field("score", "terminated")),
@@ -169,6 +167,15 @@ def test_a_reward_and_an_end_of_one_source(tmp_path):
     np.testing.assert_array_equal(rows["seen"], both)
     np.testing.assert_array_equal(rows["next", "terminated"][:, 0], both != 0)
     np.testing.assert_array_equal(rows["next", "truncated"][:, 0], np.arange(10) == 9)
+    ends = (Field("end", "terminated"), Field("end", "truncated"))
+    rows = convert(tmp_path / "a.h5", _layout(STATE, SCORE, *ends), tmp_path / "ends")[:]
+    for name in ("terminated", "truncated"):
+        assert rows["next", name][:, 0].nonzero().flatten().tolist() == [4, 9]
+    # An end of states belongs to the state after a row.
+    state = Field("last", "terminated", moment="state")
+    data = convert(tmp_path / "a.h5", _layout(STATE, SCORE, state), tmp_path / "states")
+    assert data.episode_table["length"].tolist() == [5, 5]
+    assert data.episode_table["terminated"].all()
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
@@ -201,14 +208,6 @@ def test_an_end_of_a_later_record_is_that_of_its_row(tmp_path, more):
     # A row exists where its end was recorded.
     assert data.episode_table["length"].tolist() == [5 if more else 4] * 3
     assert data.episode_table["terminated"].tolist() == [True, False, True]
-
-
-def test_end_of_states_belongs_to_the_state_after_a_row(tmp_path):
-    path = _write(tmp_path / "a.h5", end=np.arange(6) == 5)
-    layout = _layout(STATE, SCORE, Field("end", "terminated", moment="state"))
-    data = convert(path, layout, tmp_path / "data")
-    assert data.episode_table["length"].tolist() == [5, 5]
-    assert data.episode_table["terminated"].all()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,29 +261,27 @@ def test_colliding_keys_are_an_error_at_declaration(one, other, said):
         _layout(STATE, one, *others)
 
 
-def test_one_of_two_optional_fields_may_take_a_key(tmp_path):
-    path = _write(tmp_path / "a.h5", new=np.arange(5.0) + 1)
+def test_one_of_two_fields_may_take_a_key(tmp_path):
+    more = {"g/x": np.arange(5.0), "h/x/y": np.arange(5.0), "new": np.arange(5.0) + 1}
+    path = _write(tmp_path / "a.h5", **more)
     pair = [_carries(name, "a", required=False) for name in ("old", "new")]
-    rows = convert(path, _layout(STATE, SCORE, *pair), tmp_path / "data")[:]
+    with pytest.warns(UserWarning, match="left out"):
+        rows = convert(path, _layout(STATE, SCORE, *pair), tmp_path / "data")[:]
     np.testing.assert_array_equal(rows["a"][:5], np.arange(5.0) + 1)
-
-
-def test_colliding_keys_of_groups_name_both_datasets(tmp_path):
-    path = _write(tmp_path / "a.h5", **{"g/x": np.arange(5.0), "h/x/y": np.arange(5.0)})
     groups = [_carries(name, "a") for name in ("g/", "h/")]
     said = r"'g/x' fills the column \('a', 'x'\), and 'h/x/y' the column .* below it.*V10"
     with pytest.raises(CorpusError, match=said):
-        convert(path, _layout(STATE, SCORE, *groups), tmp_path / "data")
+        convert(path, _layout(STATE, SCORE, *groups), tmp_path / "other")
 
 
-def test_a_field_that_could_get_nothing_is_an_error_at_declaration():
-    with pytest.raises(ValueError, match=r"'obs/camera/' gets nothing.*put 'obs/camera/' first"):
-        _layout(
-            Field("obs/", "observation", ("observation",)),
-            Field("obs/camera/", "info", ("camera",)),
-        )
-    with pytest.raises(ValueError, match="gets nothing"):
-        _layout(Field("/", "info", ("info",)), Field("obs/", "observation", ("observation",)))
+def test_fields_that_make_no_sense_are_errors_at_declaration():
+    images = Field("obs/camera/", "info", ("camera",))
+    whole, states = Field("/", "info", ("info",)), Field("obs/", "observation", ("observation",))
+    said = r"'obs/camera/' gets nothing.*put 'obs/camera/' first"
+    refuses(ValueError, said, _layout, states, images)
+    refuses(ValueError, "gets nothing", _layout, whole, states)
+    said = "takes the role 'reward', got 'info'"
+    refuses(ValueError, said, Field, "score", "info", after=("next", "reward"))
 
 
 def test_a_layout_that_overrides_the_old_name_of_a_method_is_refused():
@@ -310,11 +307,6 @@ def test_rewards_have_one_trailing_dimension(tmp_path, column, shape, alignment)
     assert data[:]["next", "done"].shape == (len(data), 1)
 
 
-def test_the_key_of_the_reward_takes_a_reward_only():
-    with pytest.raises(ValueError, match="takes the role 'reward', got 'info'"):
-        Field("score", "info", after=("next", "reward"))
-
-
 # -- what is left out is compared all the same ------------------------------------------------
 
 
@@ -334,22 +326,18 @@ def _robohive(path: Path, *, late: int = 0, reward: float = 0.0) -> Path:
     return path
 
 
+STATES = ["observation", ("next", "observation")]
+INFOS = ["info", ("next", "info")]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     "left_out",
     [
         {},
-        {"exclude": ["info", ("next", "info")]},
-        {"exclude": ["observation", ("next", "observation")]},
-        {
-            "exclude": [
-                "observation",
-                ("next", "observation"),
-                "info",
-                ("next", "info"),
-                ("next", "reward"),
-            ]
-        },
+        {"exclude": INFOS},
+        {"exclude": STATES},
+        {"exclude": [*STATES, *INFOS, ("next", "reward")]},
         {"include": ["action"]},
         {"include": [("next", "reward")]},
     ],
@@ -362,7 +350,7 @@ def test_excluded_columns_still_reveal_records_after_the_step(tmp_path, left_out
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("left_out", [{}, {"exclude": ["info", ("next", "info")]}])
+@pytest.mark.parametrize("left_out", [{}, {"exclude": INFOS}])
 def test_excluded_columns_still_reveal_foreign_rewards(tmp_path, left_out):
     path = _robohive(tmp_path / "a.h5", reward=1.0)
     with pytest.raises(CorpusError, match=r"\[V52\]"):
@@ -394,33 +382,30 @@ def test_excluded_isaac_lab_observations_still_reveal_late_records(tmp_path, str
 
 @pytest.mark.parametrize("key", ["observation", ("next", "observation")])
 def test_steps_without_a_comparison_are_reported_as_unverified(tmp_path, key):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        # Rows of two episodes are mixed, which only both sides tell.
-        file["observations"], file["actions"] = np.arange(6.0)[:, None], np.ones((6, 1))
-        file["next_observations"] = np.arange(6.0)[::-1, None].copy()
-        file["rewards"], file["terminals"] = np.ones(6), np.zeros(6, bool)
-        file["timeouts"] = np.arange(6) == 5
+    # Rows of two episodes are mixed, which only both sides tell.
+    states = np.arange(6.0)[:, None]
+    ends = {"terminals": np.zeros(6, bool), "timeouts": np.arange(6) == 5}
+    more = {"observations": states, "next_observations": states[::-1].copy(), **ends}
+    path = write_steps(tmp_path / "a.h5", 6, **more)
     policies = Policies(exclude=[key])
     name = key if isinstance(key, str) else "/".join(key)
     said = f"{name} left out by the policies, so that it is unverified whether steps arrive"
     with pytest.warns(UserWarning, match=said):
-        data = convert(tmp_path / "a.h5", D4RL, tmp_path / "data", policies=policies)
+        data = convert(path, D4RL, tmp_path / "data", policies=policies)
     assert any(said in each["text"] for each in data.published.manifest.report["warnings"])
     with pytest.raises(CorpusError, match=said):
-        convert(
-            tmp_path / "a.h5", D4RL, tmp_path / "strict", policies=replace(policies, strict=True)
-        )
+        convert(path, D4RL, tmp_path / "strict", policies=replace(policies, strict=True))
+
+
+P, NEXT_P = ("observation", "p"), ("next", "observation", "p")
 
 
 @pytest.mark.parametrize(
     ("left_out", "names"),
     [
-        ({"exclude": [("next", "observation", "p")]}, "next/observation/p"),
-        ({"exclude": [("observation", "p")]}, "observation/p"),
-        (
-            {"exclude": [("observation", "p"), ("next", "observation", "p")]},
-            "next/observation/p, observation/p",
-        ),
+        ({"exclude": [NEXT_P]}, "next/observation/p"),
+        ({"exclude": [P]}, "observation/p"),
+        ({"exclude": [P, NEXT_P]}, "next/observation/p, observation/p"),
         ({"exclude": ["observation", "next"]}, "next/observation/p, observation/p"),
         ({"include": [("next", "reward")]}, "next/observation/p, observation/p"),
         ({"include": ["observation"]}, "next/observation/p"),
@@ -430,33 +415,30 @@ def test_steps_without_a_comparison_are_reported_as_unverified(tmp_path, key):
 def test_steps_of_groups_are_compared_or_reported_as_unverified(
     tmp_path, left_out, names, is_wrong
 ):
-    rng = np.random.default_rng(0)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name in ("demo_0", "demo_1"):
-            demo, poses = file.create_group(f"data/{name}"), rng.normal(size=(6, 3))
-            demo["actions"], demo["states"] = rng.normal(size=(5, 2)), rng.normal(size=(5, 4))
-            demo["rewards"], demo["dones"] = np.zeros(5), np.arange(5) == 4
-            demo["obs/p"] = poses[:-1]
-            demo["next_obs/p"] = poses[1:][::-1].copy() if is_wrong else poses[1:]
-            demo.attrs["num_samples"] = 5
+    demos = {f"demo_{k}": demo(5, seed=k) for k in range(2)}
+    for values in demos.values():
+        values["obs/p"], values["next_obs/p"] = (values.pop(f"{at}/position") for at in SIDES)
+        del values["obs/image"], values["next_obs/image"]
+        if is_wrong:
+            values["next_obs/p"] = values["next_obs/p"][::-1].copy()
+    path, strict = write_demos(tmp_path / "a.h5", demos), Policies(strict=True)
     if is_wrong:
         with pytest.raises(CorpusError, match=r"\[V22\]"):
-            convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "whole")
+            convert(path, ROBOMIMIC, tmp_path / "whole")
     else:
-        strict = Policies(strict=True)
-        assert len(convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "whole", policies=strict)) == 10
+        assert len(convert(path, ROBOMIMIC, tmp_path / "whole", policies=strict)) == 10
     said = f"{names} left out by the policies, so that it is unverified whether steps arrive"
     policies = Policies(**left_out)
     with pytest.warns(UserWarning, match=said):
-        data = convert(tmp_path / "a.h5", ROBOMIMIC, tmp_path / "data", policies=policies)
+        data = convert(path, ROBOMIMIC, tmp_path / "data", policies=policies)
     (note,) = data.published.manifest.report["warnings"]
     assert (note["rule"], note["count"]) == ("V22", 1)
     with pytest.raises(CorpusError, match=said):
-        convert(
-            tmp_path / "a.h5", ROBOMIMIC, tmp_path / "strict",
-            policies=replace(policies, strict=True),
-        )  # fmt: skip
+        convert(path, ROBOMIMIC, tmp_path / "strict", policies=replace(policies, strict=True))
     assert not (tmp_path / "strict").exists()
+
+
+SIDES = ("obs", "next_obs")
 
 
 @pytest.mark.parametrize("copies", ["layout", "keep", "drop", "error"])

@@ -15,7 +15,7 @@ from replaykit.datasets import convert as convert_files
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5 import H5Member
-from replaykit.datasets.engine.layout import DropLeaves, Ends, Flags, SourceFacts, SourceWindow
+from replaykit.datasets.engine.layout import DropLeaves, SourceWindow
 from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.families import ROBOHIVE, RoboHiveLayout
 from replaykit.datasets.publishing import Published
@@ -102,18 +102,20 @@ def test_file_without_a_trial_is_another_layout(members):
 
 
 def test_unusual_names_reach_rows_and_table(tmp_path):
+    """N37: rewards of [T] and [T, 1] never meet in a broadcast."""
     trials = {
         "Trial0-1": make_trial(3, seed=1),
         "Trial0-0": make_trial(4),
         "Trial10": make_trial(2),
     }
+    trials["Trial0-1"]["rewards"] = trials["Trial0-1"]["rewards"].reshape(3, 1)
     found = convert(tmp_path, trials)
     assert found.groups() == ["Trial0-0", "Trial0-1", "Trial10"]
     assert found.columns["episode",].tolist() == [0, 0, 0, 1, 1, 2]
-    assert found.manifest.report["numbering"] == [
-        {"file": "a.h5", "why": "episodes are numbered by their order, since the group names do "
-         "not give each a unique number"}
-    ]  # fmt: skip
+    assert found.columns["next", "reward"].shape == (6, 1)
+    assert found.columns["next", "reward"].flatten().tolist() == [1.0, 2, 3, 101, 102, 1]
+    why = "episodes are numbered by their order, since the group names do not give each a unique"
+    assert found.manifest.report["numbering"] == [{"file": "a.h5", "why": f"{why} number"}]
 
 
 @pytest.mark.parametrize(
@@ -130,58 +132,6 @@ def test_unusual_names_reach_rows_and_table(tmp_path):
 def test_training_seed_is_read_from_the_directory(name, seed):
     """N10: it is a fact of the episode table; the leaf `seed` is the position of the file."""
     assert ROBOHIVE.source_seed(name) == seed
-
-
-# -- ends ------------------------------------------------------------------------------------------
-
-
-NAN_ROW = np.full((1, 2), np.nan)
-
-
-def ends(*done: int) -> Ends:
-    return Ends(len(done), done.index(1) if 1 in done else None, bool(done[-1]))
-
-
-def flags_of(done: Ends, last: dict[str, np.ndarray], notes: RuleFindings) -> Flags:
-    return ROBOHIVE.flags({"done": done}, last, SourceFacts(), HERE, notes)
-
-
-@pytest.mark.parametrize(
-    ("done", "action", "terminated", "truncated"),
-    [
-        ([0, 0, 0, 0], NAN_ROW, False, True),
-        ([0, 0, 0, 1], NAN_ROW, True, False),
-        ([0, 0, 0, 0], np.zeros((1, 2)), False, True),
-        ([0, 0, 0, 1], np.zeros((1, 2)), True, True),
-        ([0, 0, 0, 0], np.zeros((1, 2), np.int64), False, True),
-        ([0, 1], NAN_ROW, True, False),
-        ([0, 0], NAN_ROW, False, True),
-    ],
-)
-def test_flags_of_an_episode(done, action, terminated, truncated):
-    """N4, N5: done is of the state that was arrived at; a time limit leaves no flag in the file."""
-    flags = flags_of(ends(*done), {"actions": action}, RuleFindings())
-    assert flags == Flags(terminated, truncated)
-
-
-def test_untailed_trial_is_noted_quietly():
-    notes = RuleFindings()
-    flags_of(ends(0, 0, 0, 0), {"actions": np.zeros((1, 2))}, notes)
-    assert [(note.rule, note.quiet, note.first) for note in notes] == [
-        ("V50", True, "a.h5: Trial3")
-    ]
-    tailed = RuleFindings()
-    flags_of(ends(0, 0, 0, 0), {"actions": NAN_ROW}, tailed)
-    assert list(tailed) == []
-
-
-def test_rewards_of_both_ranks_are_one_column(tmp_path):
-    """N37: [T] and [T, 1] never meet in a broadcast."""
-    second = make_trial(3, seed=1, infos=False)
-    second["rewards"] = second["rewards"].reshape(3, 1)
-    found = convert(tmp_path, {"Trial0": make_trial(4, infos=False), "Trial1": second})
-    assert found.columns["next", "reward"].shape == (5, 1)
-    assert found.columns["next", "reward"].flatten().tolist() == [1.0, 2.0, 3.0, 101.0, 102.0]
 
 
 # -- what the infos say of the alignment -----------------------------------------------------------
@@ -254,40 +204,34 @@ def test_one_equal_number_is_no_evidence_for_the_next_state():
     assert [note.rule for note in seen.notes] == ["V51"]
 
 
-def test_infos_that_never_change_are_dropped():
+@pytest.mark.parametrize("are_all_still", [False, True])
+def test_infos_that_never_change_are_dropped_where_the_environment_moves(are_all_still):
     arrays = arrays_of(make_trial(5))
-    for name in [n for n in arrays if "obs_dict" in n]:
+    for name in [n for n in arrays if ("obs" if are_all_still else "obs_dict") in n]:
         arrays[name] = np.broadcast_to(arrays[name][:1], arrays[name].shape)
+    if are_all_still:
+        ROBOHIVE.examine(window(arrays))
+        return
     with pytest.raises(DropLeaves, match="env_infos/"):
         ROBOHIVE.examine(window(arrays))
 
 
-def test_infos_of_a_still_environment_are_kept():
-    arrays = arrays_of(make_trial(5))
-    for name in [n for n in arrays if "obs" in n]:
-        arrays[name] = np.broadcast_to(arrays[name][:1], arrays[name].shape)
-    ROBOHIVE.examine(window(arrays))
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse", "both"])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "both", "two"])
 def test_report_records_reward_kind_per_file(tmp_path, kind):
     trials = {f"Trial{k}": make_trial(4, seed=k) for k in range(2)}
-    for trial in trials.values():
+    for number, trial in enumerate(trials.values()):
         infos = trial["env_infos"]
-        if kind == "sparse":
+        if kind == "sparse" or (kind == "two" and number):
             trial["rewards"] = infos["rwd_sparse"]
         elif kind == "both":
             infos["rwd_sparse"] = infos["rwd_dense"]
+    if kind == "two":
+        with pytest.raises(CorpusError, match=r"\['sparse'\] here and \['dense'\].*\[V52\]"):
+            convert(tmp_path, trials)
+        return
     found = convert(tmp_path, trials)
     names = ["dense", "sparse"] if kind == "both" else [kind]
     assert found.manifest.report["files"] == [{"file": "a.h5", "reward": names}]
-
-
-def test_rewards_of_two_kinds_in_one_file_are_an_error(tmp_path):
-    second = make_trial(4, seed=1)
-    second["rewards"] = second["env_infos"]["rwd_sparse"]
-    with pytest.raises(CorpusError, match=r"\['sparse'\] here and \['dense'\].*\[V52\]"):
-        convert(tmp_path, {"Trial0": make_trial(4), "Trial1": second})
 
 
 def test_rewards_that_cannot_be_compared_are_noted():

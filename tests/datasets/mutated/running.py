@@ -91,6 +91,29 @@ def check(corpus: Corpus, paths: Path | Sequence[Path], published: Published) ->
             _compare(columns, rows, seed, {entry["key"] for entry in report["left_out"]})
     if published.rows != stop:
         raise Fault(f"{published.rows} rows, expected {stop}")
+    check_statistics(published)
+
+
+def check_statistics(published: Published) -> None:
+    """Compare the statistics in the manifest with those of NumPy over the columns."""
+    for array in published.manifest.arrays:
+        values, said = published.columns[array.key].numpy(), array.facts["statistics"]
+        if values.dtype.kind == "c" or not values.size:
+            continue
+        known = values.astype(np.float64)
+        known = known[~np.isnan(known)]
+        if said["nan"] != values.size - known.size:
+            raise Fault(f"{array.key} has {values.size - known.size} NaN, not {said['nan']}")
+        for name in ("min", "max", "mean", "std") if known.size else ():
+            with np.errstate(all="ignore"):
+                wanted = getattr(known, name)()
+            exact = name in ("min", "max")
+            if not np.isfinite(wanted):
+                is_right = said[name] is None
+            else:
+                is_right = np.allclose(said[name], wanted, *((0, 0) if exact else (1e-9, 1e-12)))
+            if not is_right:
+                raise Fault(f"{name} of {array.key} is {said[name]}, expected {wanted}")
 
 
 def _compare(columns: dict[Key, torch.Tensor], rows: Rows, seed: int, left_out: set[str]) -> None:
