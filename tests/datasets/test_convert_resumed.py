@@ -100,39 +100,29 @@ def whole(tmp_path, files) -> dict[str, bytes]:
     return content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("until", ["1.h5", "4.h5"])
+@pytest.mark.parametrize("until", [["1.h5"], ["4.h5"], ["1.h5", "2.h5", "3.h5", "4.h5"]])
 def test_resumed_conversion_writes_only_unfinished_files(target, files, written, whole, until):
-    names = [path.name for path in files]
-    before = names[: names.index(until)]
-    assert written(lambda: quietly(target, *files), until) == before
-    assert not target.exists()
-    assert written(lambda: quietly(target, *files)) == names[len(before) :]
+    names, before = [path.name for path in files], 0
+    for name in until:
+        stop = names.index(name)
+        assert written(lambda: quietly(target, *files), name) == names[before:stop]
+        assert not target.exists()
+        before = stop
+    assert written(lambda: quietly(target, *files)) == names[before:]
     assert content(target) == whole
     assert sorted(p.name for p in target.parent.iterdir()) == [".data.lock", "data"]
 
 
-def test_repeatedly_interrupted_conversion_completes(target, files, written, whole):
-    for path in files[1:]:
-        written(lambda: quietly(target, *files), until=path.name)
-    assert written(lambda: quietly(target, *files)) == ["4.h5"]
-    assert content(target) == whole
+def _stop(*_: Any, **__: Any) -> None:
+    raise Stop
 
 
-def test_workers_continue_conversion_started_by_one_process(target, files, unfinished, whole):
-    quietly(target, *files, options=ConvertOptions(workers=2))
-    assert content(target) == whole
-
-
-def test_interrupted_in_the_first_file_nothing_is_kept(target, files, written):
+def test_interrupted_in_the_first_or_only_file_nothing_is_kept(
+    target, files, source, written, monkeypatch
+):
     written(lambda: quietly(target, *files), until="0.h5")
     assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
-
-
-def test_one_file_is_not_recorded(target, source, monkeypatch):
-    def stop(*_: Any, **__: Any) -> None:
-        raise Stop
-
-    monkeypatch.setattr("replaykit.datasets.engine.conversion.make_report", stop)
+    monkeypatch.setattr("replaykit.datasets.engine.conversion.make_report", _stop)
     with pytest.raises(Stop):
         quietly(target, source)
     assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
@@ -142,12 +132,8 @@ def test_interrupted_after_the_last_row_no_row_is_written_again(
     target, files, written, whole, monkeypatch
 ):
     """The episode table and the text of the first time are made anew."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise Stop
-
     with monkeypatch.context() as patch:
-        patch.setattr("replaykit.datasets.publishing.sync_tree", stop)
+        patch.setattr("replaykit.datasets.publishing.sync_tree", _stop)
         with pytest.raises(Stop):
             quietly(target, *files)
     assert written(lambda: quietly(target, *files)) == []
@@ -215,13 +201,14 @@ def test_damaged_unfinished_files_are_written_again(
     assert content(target) == whole
 
 
-def test_rows_that_are_not_finished_may_hold_anything(target, files, unfinished, whole):
-    """Also where a column is left zero, as one of flags is."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_that_are_not_finished_may_hold_anything(target, files, unfinished, whole, workers):
+    """Also where a column is left zero, as one of flags is; and workers go on with it, too."""
     for name in ("done", "truncated", "action"):
         path = unfinished / f"{name}.memmap"
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] + b"\x01" * (len(data) - len(data) // 2))
-    quietly(target, *files)
+    quietly(target, *files, options=ConvertOptions(workers=workers))
     assert content(target) == whole
 
 
@@ -268,19 +255,18 @@ def test_files_that_cannot_be_fetched_now_change_nothing(target, files, written,
     assert written(lambda: quietly(target, *files)) == ["3.h5", "4.h5"]
 
 
-def test_next_opening_removes_interrupted_replacement(target, files, source, written):
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_opening_and_deletion_remove_interrupted_replacement(
+    target, files, source, written, is_opened
+):
     convert(target, source)
     written(lambda: quietly(target, *files, force=True), until="2.h5")
     assert len(siblings(target, "tmp")) == 1
-    assert open_published(target).rows == 6
-    assert names(target.parent) == [".data.lock", "data"]
-
-
-def test_deletion_removes_interrupted_replacement(target, files, source, written):
-    convert(target, source)
-    written(lambda: quietly(target, *files, force=True), until="2.h5")
-    remove_published(target)
-    assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+    if is_opened:
+        assert open_published(target).rows == 6
+    else:
+        remove_published(target)
+    assert names(target.parent) == [".data.lock", "data"][: 1 + is_opened]
 
 
 # Dies at the k-th system call of those that change something, for rising k, in one child after

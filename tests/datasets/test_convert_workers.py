@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +29,7 @@ def method() -> Iterator[Callable[[str], None]]:
     multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.fixture
-def files(tmp_path):
+def odd_times(tmp_path: Path) -> list[Path]:
     """Five files of different sizes; one has odd times, one a trial without a row."""
     trials = [[make_trial(20 + 7 * k, seed=10 * k + j) for j in range(k + 1)] for k in range(5)]
     trials[1][0]["time"][3] = 0.0
@@ -39,40 +38,51 @@ def files(tmp_path):
     return [write(tmp_path / f"{k}.h5", *each) for k, each in enumerate(trials)]
 
 
+def bad_trials(tmp_path: Path) -> list[Path]:
+    bad = with_nan_action(make_trial(6, seed=1))
+    trials = [(make_trial(5, seed=k), bad, make_trial(4, seed=9 + k)) for k in range(3)]
+    return [write(tmp_path / f"{k}.h5", *each) for k, each in enumerate(trials)]
+
+
+def unusable_infos(tmp_path: Path) -> list[Path]:
+    trials = make_trial(4), with_repeated_infos(make_trial(5, seed=1))
+    return [write(tmp_path / f"{k}.h5", trial) for k, trial in enumerate(trials)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return odd_times(tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("workers", "start"),
+    ("make", "workers", "start", "told"),
     [
-        *[(2, "fork"), (3, "fork"), (9, "fork"), (2, "forkserver")],
-        pytest.param(2, "spawn", marks=pytest.mark.long),
+        *[(odd_times, n, "fork", "first in 1.h5: Trial0/time, record 3") for n in (2, 3, 9)],
+        (odd_times, 2, "forkserver", "first in 1.h5: Trial0/time, record 3"),
+        pytest.param(odd_times, 2, "spawn", "first in 1.h5", marks=pytest.mark.long),
+        (bad_trials, 2, "fork", r"skipped: .*0\.h5: Trial1: .*V20"),
+        (unusable_infos, 2, "fork", "logged by reference"),
     ],
 )
-def test_result_does_not_depend_on_the_number_of_workers(tmp_path, files, workers, start, method):
+def test_result_does_not_depend_on_the_number_of_workers(
+    tmp_path, make, workers, start, told, method
+):
     """V62, N35: byte for byte, and the manifest but for when and where it was made."""
     method(start)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        one = convert(files, ROBOHIVE, tmp_path / "one")
-        several = convert(files[::-1], ROBOHIVE, tmp_path / "several", workers=workers)
+    files, policies = make(tmp_path), Policies(on_invalid="skip")
+    with pytest.warns(UserWarning, match=told):
+        one = convert(files, ROBOHIVE, tmp_path / "one", policies=policies)
+    with pytest.warns(UserWarning, match=told):
+        several = convert(
+            files[::-1], ROBOHIVE, tmp_path / "several", workers=workers, policies=policies
+        )
     assert content(tmp_path / "one") == content(tmp_path / "several")
     assert one.published.manifest.content_id() == several.published.manifest.content_id()
-    note = one.published.manifest.report["warnings"][0]
-    assert (note["rule"], note["count"], note["first"]) == ("V27", 2, "1.h5: Trial0/time, record 3")
+    has_infos = any("info" in key for key in several.published.columns)
+    assert has_infos == (make is not unusable_infos)
+    if make is bad_trials:
+        assert one.episode_table["episode"].tolist() == [0, 2] * 3
     verify_published(tmp_path / "several")
-
-
-def test_skipped_episodes_are_the_same_for_workers(tmp_path):
-    bad = with_nan_action(make_trial(6, seed=1))
-    paths = [
-        write(tmp_path / f"{k}.h5", make_trial(5, seed=k), bad, make_trial(4, seed=9 + k))
-        for k in range(3)
-    ]
-    policies = Policies(on_invalid="skip")
-    with pytest.warns(UserWarning, match=r"skipped: .*0\.h5: Trial1: .*V20"):
-        one = convert(paths, ROBOHIVE, tmp_path / "one", policies=policies)
-    with pytest.warns(UserWarning, match="skipped"):
-        convert(paths, ROBOHIVE, tmp_path / "several", policies=policies, workers=2)
-    assert one.episode_table["episode"].tolist() == [0, 2] * 3
-    assert content(tmp_path / "one") == content(tmp_path / "several")
 
 
 def test_error_of_a_worker_is_the_error(tmp_path, files):
@@ -82,14 +92,8 @@ def test_error_of_a_worker_is_the_error(tmp_path, files):
         convert([*files, path], ROBOHIVE, tmp_path / "data", workers=2)
     assert not (tmp_path / "data").exists()
     assert multiprocessing.active_children() == before
-
-
-def test_field_that_a_worker_finds_unusable_is_left_out_everywhere(tmp_path):
-    trials = make_trial(4), with_repeated_infos(make_trial(5, seed=1))
-    paths = [write(tmp_path / f"{k}.h5", trial) for k, trial in enumerate(trials)]
-    with pytest.warns(UserWarning, match="logged by reference"):
-        data = convert(paths, ROBOHIVE, tmp_path / "data", workers=2)
-    assert not [key for key in data.published.columns if "info" in key]
+    with pytest.raises(ValueError, match="workers >= 1, got 0"):
+        convert(files, ROBOHIVE, tmp_path / "data", workers=0)
 
 
 def test_worker_that_is_killed_leaves_nothing(tmp_path, files, monkeypatch):
@@ -104,8 +108,3 @@ def test_worker_that_is_killed_leaves_nothing(tmp_path, files, monkeypatch):
     with pytest.raises(RuntimeError, match="a worker died before it was done, by signal SIGKILL"):
         convert(files, ROBOHIVE, tmp_path / "data", workers=2)
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".h5") == [".data.lock"]
-
-
-def test_no_worker_is_refused(tmp_path, files):
-    with pytest.raises(ValueError, match="workers >= 1, got 0"):
-        convert(files, ROBOHIVE, tmp_path / "data", workers=0)

@@ -15,8 +15,8 @@ from replaykit import ReplayBuffer, TensorStorage
 from replaykit.datasets import BaseDatasetExperienceReplay
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from replaykit.transforms import CatTensors, Compose
+from tests.datasets.trials import write_file
 
 ROWS = 3 + 7 + 2 + 5
 
@@ -29,10 +29,7 @@ class Pair:
 
 def make_data(folder: Path, trials: tuple[int, ...], **options: Any) -> BaseDatasetExperienceReplay:
     """A data set with an episode for each number of records, one row shorter than that."""
-    path = folder / "a.h5"
-    with RoboHiveWriter(path) as writer:
-        for seed, records in enumerate(trials):
-            writer.add_trial(**make_trial(records, seed=seed))
+    path = write_file(folder / "a.h5", *trials)
 
     class Mine(BaseDatasetExperienceReplay):
         available_datasets = ["all"]  # noqa: RUF012
@@ -119,38 +116,36 @@ def test_documented_example_runs_with_only_the_imports_changed(data):
         assert "TensorStorage" in repr(rb)
 
 
-def test_the_function_sees_single_rows(data, tmp_path):
-    def shape(row: TensorDict) -> TensorDict:
-        assert row.batch_size == torch.Size([])
-        assert row["next"].batch_size == torch.Size([])
-        return TensorDict({"dims": torch.tensor(row["observation"].ndim)}, [])
-
-    storage = data.preprocess(shape, num_workers=0, dest=tmp_path / "out")
-    assert storage[:]["dims"].tolist() == [1] * ROWS
-
-
-def test_the_source_does_not_change(data, tmp_path):
+def test_the_function_sees_single_rows_and_the_source_does_not_change(data, tmp_path):
     before = data[:].clone()
 
     def spoil(row: TensorDict) -> TensorDict:
+        assert row.batch_size == row["next"].batch_size == torch.Size([])
         row["observation"].zero_()
-        return row.select("observation")
+        return TensorDict({"dims": torch.tensor(row["observation"].ndim)}, [])
 
-    data.preprocess(spoil, num_workers=0, dest=tmp_path / "out")
-    data.preprocess(spoil, num_workers=1, mp_start_method="fork", dest=tmp_path / "out2")
+    for workers, name in ((0, "out"), (1, "out2")):
+        storage = data.preprocess(
+            spoil, num_workers=workers, mp_start_method="fork", dest=tmp_path / name
+        )
+        assert storage[:]["dims"].tolist() == [1] * ROWS
     assert (data[:] == before).all()
 
 
-def test_only_the_first_frames_on_request(data, tmp_path):
+def test_only_the_first_frames_on_request_and_mapped_from_dest(data, tmp_path):
     calls = []
 
     def counted(row: TensorDict) -> TensorDict:
         calls.append(1)
         return double(row)
 
-    storage = data.preprocess(counted, num_workers=0, num_frames=5, dest=tmp_path / "out")
+    dest = tmp_path / "out"
+    storage = data.preprocess(counted, num_workers=0, num_frames=5, dest=dest)
     assert_doubled(storage, data, 5)
     assert len(calls) == 5 + 1  # one more for the layout
+    assert TensorDict.load_memmap(dest)["x"].equal(expected(data)["x"][:5])
+    ReplayBuffer(storage=storage)["x"].fill_(7)
+    assert (TensorDict.load_memmap(dest)["x"] == 7).all()
 
 
 @pytest.mark.parametrize("result", ["tensordict", "tensorclass", "tensor", "nested"])
@@ -173,14 +168,6 @@ def test_results_of_every_kind(data, tmp_path, result):
         assert rows["next", "done"].equal(data["next", "done"])
     else:
         assert_doubled(storage, data)
-
-
-def test_result_is_mapped_from_dest_and_writable(data, tmp_path):
-    dest = tmp_path / "out"
-    storage = data.preprocess(double, num_workers=0, dest=dest)
-    assert TensorDict.load_memmap(dest)["x"].equal(expected(data)["x"])
-    ReplayBuffer(storage=storage)["x"].fill_(7)
-    assert (TensorDict.load_memmap(dest)["x"] == 7).all()
 
 
 def test_split_trajectories_are_mapped_episode_by_episode(data, tmp_path):
@@ -212,15 +199,6 @@ def test_dim_counts_from_either_end(split, tmp_path, dim, way):
         assert storage[:][key].equal(split[key].movedim(dim % 2, 0)[:rows])
 
 
-@pytest.mark.parametrize("dim", [2, -3, 0.0, True, None])
-def test_dim_out_of_range_is_refused_before_anything_is_done(split, tmp_path, dim):
-    calls: list[Any] = []
-    with pytest.raises(ValueError, match=r"expected dim as an int in \[-2, 2\), got"):
-        split.preprocess(calls.append, dim=dim, num_workers=0, dest=tmp_path / "new" / "out")
-    assert not calls
-    assert nothing_left(tmp_path)
-
-
 def noise(row: TensorDict) -> TensorDict:
     return TensorDict({"x": torch.rand(3)}, [])
 
@@ -241,6 +219,10 @@ def test_random_results_depend_on_the_seed_and_on_nothing_else(data, tmp_path):
     assert here.equal(run("d", 1, num_workers=2, mp_start_method="fork", chunksize=3))
     assert not here.equal(run("e", 2))
     assert len(here.unique()) == here.numel()
+    # The generator of the data set comes before the global one, and goes on from call to call.
+    own = type(data)("all", 4, root=data.root, generator=torch.Generator().manual_seed(1))
+    assert noise_of(own, tmp_path / "f").equal(here)
+    assert not noise_of(own, tmp_path / "g").equal(here)
     assert torch.get_rng_state().equal(state)
 
 
@@ -259,23 +241,6 @@ def test_without_a_generator_the_global_one_gives_the_seed(data, tmp_path):
     assert first.equal(again)
     assert not first.equal(second)
     assert not first.equal(other)
-
-
-def test_generator_continues_from_call_to_call(data, tmp_path):
-    generator = torch.Generator().manual_seed(1)
-    first, second = (noise_of(data, tmp_path / name, generator=generator) for name in "ab")
-    assert not first.equal(second)
-
-
-def test_data_set_generator_takes_precedence_over_the_global_one(data, tmp_path):
-    state = torch.get_rng_state()
-    noises = []
-    for name in "ab":
-        generator = torch.Generator().manual_seed(1)
-        own = type(data)("all", 4, root=data.root, generator=generator)
-        noises.append(noise_of(own, tmp_path / name))
-    assert noises[0].equal(noises[1])
-    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize("there", ["absent", "empty"])
@@ -298,27 +263,35 @@ def nothing_left(folder: Path) -> bool:
     return {path.name for path in folder.iterdir()} <= {".out.lock"}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_of_another_layout_is_refused_by_number_and_nothing_is_left(data, tmp_path, workers):
-    def odd(row: TensorDict) -> TensorDict:
-        value = row["observation"]
-        return TensorDict({"x": value[:2] if row["time"] == row["time"].new_tensor(0.4) else value})
+def odd(row: TensorDict) -> TensorDict:
+    value = row["observation"]
+    return TensorDict({"x": value[:2] if row["time"] == row["time"].new_tensor(0.4) else value})
 
+
+def fail(row: TensorDict) -> TensorDict:
+    if row["episode"] == 2:
+        raise ZeroDivisionError("on purpose")
+    return double(row)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (odd, ValueError, r"row {late} .*'x': expected float64 \[5\], got .*\[2\]"),
+        (fail, ZeroDivisionError, "on purpose"),
+        (lambda row: None, TypeError, ""),
+        (lambda row: TensorDict({}), ValueError, ""),
+    ],
+)
+def test_errors_of_the_function_and_of_its_results_leave_nothing(
+    data, tmp_path, workers, function, error, words
+):
     late = (data["time"] == 0.4).nonzero()[0].item()
-    with pytest.raises(ValueError, match=rf"row {late} .*'x': expected float64 \[5\], got .*\[2\]"):
-        data.preprocess(odd, num_workers=workers, mp_start_method="fork", dest=tmp_path / "out")
-    assert nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_the_function_is_raised_and_nothing_is_left(data, tmp_path, workers):
-    def fail(row: TensorDict) -> TensorDict:
-        if row["episode"] == 2:
-            raise ZeroDivisionError("on purpose")
-        return double(row)
-
-    with pytest.raises(ZeroDivisionError, match="on purpose"):
-        data.preprocess(fail, num_workers=workers, mp_start_method="fork", dest=tmp_path / "out")
+    with pytest.raises(error, match=words.format(late=late) or None):
+        data.preprocess(
+            function, num_workers=workers, mp_start_method="fork", dest=tmp_path / "out"
+        )
     assert nothing_left(tmp_path)
 
 
@@ -346,28 +319,24 @@ def test_invalid_destinations_are_refused_before_any_work(data, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "words"),
     [
-        ({"num_frames": 0}, ValueError, "num_frames"),
-        ({"num_frames": 18}, ValueError, "num_frames"),
-        ({"chunksize": -1}, ValueError, "chunksize"),
-        ({"chunksize": 2, "num_chunks": 2}, ValueError, "both"),
-        ({"num_chunks": 0}, ValueError, "num_chunks"),
-        ({"dim": 1}, ValueError, "dim"),
-        ({"num_workers": -1}, ValueError, "num_workers"),
-        ({"max_tasks_per_child": 0}, ValueError, "max_tasks_per_child"),
-        ({"worker_threads": 0}, ValueError, "worker_threads"),
-        ({"mp_start_method": "thread"}, ValueError, "mp_start_method in .* got 'thread'"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"num_frames": 11}, "num_frames"),
+        ({"chunksize": -1}, "chunksize"),
+        ({"chunksize": 2, "num_chunks": 2}, "both"),
+        ({"num_chunks": 0}, "num_chunks"),
+        *[({"dim": dim}, "expected dim as an int in .-2, 2., got") for dim in (2, -3, 0.0, True)],
+        ({"dim": None}, "expected dim as an int in .-2, 2., got"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"max_tasks_per_child": 0}, "max_tasks_per_child"),
+        ({"worker_threads": 0}, "worker_threads"),
+        ({"mp_start_method": "thread"}, "mp_start_method in .* got 'thread'"),
     ],
 )
-def test_bad_options_are_refused(data, tmp_path, options, error, words):
-    with pytest.raises(error, match=words):
-        data.preprocess(double, dest=tmp_path / "out", **{"num_workers": 0, **options})
-    assert nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize(("result", "error"), [(None, TypeError), (TensorDict({}), ValueError)])
-def test_results_that_cannot_be_stored_are_refused(data, tmp_path, result, error):
-    with pytest.raises(error):
-        data.preprocess(lambda row: result, num_workers=0, dest=tmp_path / "out")
+def test_bad_options_are_refused_before_anything_is_done(split, tmp_path, options, words):
+    calls: list[Any] = []
+    with pytest.raises(ValueError, match=words):
+        split.preprocess(calls.append, dest=tmp_path / "out", **{"num_workers": 0, **options})
+    assert not calls
     assert nothing_left(tmp_path)

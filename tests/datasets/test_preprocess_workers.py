@@ -56,15 +56,14 @@ def pids(rows: TensorDict) -> list[int]:
 # -- division ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "shares"), [(2, [20, 20]), (3, [14, 14, 12]), (4, [10] * 4)])
-def test_a_small_data_set_is_divided_evenly_among_all_workers(out, workers, shares):
-    share = Counter(pids(run(with_pid, out, num_workers=workers)))
+@pytest.mark.parametrize(
+    ("rows", "workers", "shares"),
+    [(40, 2, [20, 20]), (40, 3, [14, 14, 12]), (40, 4, [10] * 4), (3, 8, [1] * 3)],
+)
+def test_a_small_data_set_is_divided_evenly_among_all_workers(out, rows, workers, shares):
+    share = Counter(pids(run(with_pid, out, rows=rows, num_workers=workers)))
     assert HERE not in share
     assert sorted(share.values(), reverse=True) == shares
-
-
-def test_no_more_workers_than_rows(out):
-    assert len(set(pids(run(with_pid, out, rows=3, num_workers=8)))) == 3
 
 
 def test_pieces_of_large_rows_are_bounded_in_bytes(out, monkeypatch):
@@ -141,26 +140,33 @@ def only_lock_left(out: Path) -> bool:
     return [path.name for path in out.parent.iterdir()] == [".out.lock"]
 
 
-def dies(row: TensorDict) -> TensorDict:
-    if row["x"] == 5 and os.getpid() != HERE:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return row
+def dying(end: Callable[[], Any]) -> Callable[[TensorDict], TensorDict]:
+    def dies(row: TensorDict) -> TensorDict:
+        if row["x"] == 5 and os.getpid() != HERE:
+            end()
+        return row
+
+    return dies
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "options",
+    ("end", "words", "options"),
     [
-        {},
-        {"num_workers": 1, "chunksize": 2},
-        {"max_tasks_per_child": 1},
-        {"max_tasks_per_child": 9},
+        (kill, "by signal SIGKILL", {}),
+        (kill, "by signal SIGKILL", {"num_workers": 1, "chunksize": 2}),
+        (kill, "by signal SIGKILL", {"max_tasks_per_child": 1}),
+        (kill, "by signal SIGKILL", {"max_tasks_per_child": 9}),
+        (lambda: os._exit(3), "with exit code 3", {}),
     ],
-    ids=str,
 )
-def test_a_killed_worker_is_noticed(out, options):
-    with pytest.raises(RuntimeError, match=r"worker died .* by signal SIGKILL"):
-        run(dies, out, **options)
+def test_a_dead_worker_is_noticed(out, end, words, options):
+    with pytest.raises(RuntimeError, match=rf"worker died .* {words}"):
+        run(dying(end), out, **options)
     assert only_lock_left(out)
     assert multiprocessing.active_children() == []
 
@@ -169,19 +175,9 @@ def test_a_killed_worker_is_noticed(out, options):
 def test_killed_worker_of_the_user_pool_is_noticed(out):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         with pytest.raises(RuntimeError, match=r"worker died .* by signal SIGKILL"):
-            run(dies, out, pool=pool, chunksize=3)
+            run(dying(kill), out, pool=pool, chunksize=3)
         pool.terminate()
     assert only_lock_left(out)
-
-
-def test_a_worker_that_exits_is_noticed(out):
-    def leaves(row: TensorDict) -> TensorDict:
-        if os.getpid() != HERE:
-            os._exit(3)
-        return row
-
-    with pytest.raises(RuntimeError, match=r"worker died .* with exit code 3"):
-        run(leaves, out)
 
 
 class TwoArguments(Exception):
