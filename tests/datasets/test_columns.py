@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -22,12 +22,11 @@ from replaykit.datasets import column_files, publishing
 from replaykit.datasets.column_files import ColumnSpec, create_columns
 from replaykit.datasets.dataset_manifest import joined_crc32
 from replaykit.datasets.engine import row_batches, row_writer
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import verify_published
-from replaykit.datasets.sources import Sources
 from replaykit.filesystem import EarlySync
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.converted import files_of
+from tests.datasets.trials import convert, write_file
 
 LEAVES: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]] = {
     ("observation",): ((3, 4), torch.float32),
@@ -51,13 +50,8 @@ def _tree(rows: tuple[int, ...]) -> TensorDict:
 def _content(folder: Path) -> dict[str, Any]:
     """Bytes of the columns and what is said of them, in order."""
     return {
-        path.relative_to(folder).as_posix(): (
-            list(json.loads(path.read_bytes()).items())
-            if path.suffix == ".json"
-            else path.read_bytes()
-        )
-        for path in folder.rglob("*")
-        if path.is_file()
+        name: list(json.loads(data).items()) if name.endswith(".json") else data
+        for name, data in files_of(folder).items()
     }
 
 
@@ -91,17 +85,15 @@ def test_keys_that_map_to_the_same_file_are_refused(tmp_path, monkeypatch):
 # -- checksums and syncs ---------------------------------------------------------------------------
 
 
+LONG = np.random.default_rng(0).bytes((5 << 20) + 12345)
+
+
 @given(st.binary(max_size=3000), st.binary(max_size=3000))
+@example(b"abc", LONG[: 1 << 20])
+@example(b"abc", LONG)
 def test_checksum_of_two_parts(first, second):
     found = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
     assert found == zlib.crc32(first + second)
-
-
-@pytest.mark.parametrize("length", [1 << 20, (5 << 20) + 12345])
-def test_checksum_of_long_parts(length):
-    second = np.random.default_rng(0).bytes(length)
-    found = joined_crc32(zlib.crc32(b"abc"), zlib.crc32(second), length)
-    assert found == zlib.crc32(second, zlib.crc32(b"abc"))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
@@ -109,15 +101,8 @@ def test_columns_of_one_leaf_have_the_right_checksums(tmp_path, monkeypatch, blo
     """All of their bytes, whatever the blocks: as a reading of the files finds them."""
     monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1)
     monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
-        for k, records in enumerate((40, 2, 3, 17)):
-            writer.add_trial(**make_trial(records, seed=k))
-    ensure_dataset(
-        tmp_path / "data",
-        get_sources=lambda: Sources.local([tmp_path / "a.h5"]),
-        layout=ROBOHIVE,
-        options=ConvertOptions(block_bytes=block_bytes),
-    )
+    path = write_file(tmp_path / "a.h5", 40, 2, 3, 17)
+    convert(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))
     verify_published(tmp_path / "data")
 
 
@@ -150,9 +135,6 @@ def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
     """The system tells it once: it must not get lost."""
     monkeypatch.setattr(column_files, "_SYNC_BYTES", 1)
     monkeypatch.setattr(publishing, "sync_tree", lambda directory: pytest.fail("it was too late"))
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
-        writer.add_trial(**make_trial(9))
-    sources = Sources.local([tmp_path / "a.h5"])
     real, failed = os.fsync, []
 
     def fail_once(descriptor: int) -> Any:
@@ -161,7 +143,8 @@ def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor)
 
+    path = write_file(tmp_path / "a.h5", 9)
     monkeypatch.setattr("os.fsync", fail_once)
     with pytest.raises(OSError, match="Input/output error"):
-        ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+        convert(tmp_path / "data", path)
     assert not (tmp_path / "data").exists()

@@ -29,7 +29,7 @@ from replaykit.filesystem import private_path
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.datasets.converted import growth, needs_proc
 from tests.datasets.mutated import corpora
-from tests.datasets.trials import convert, write
+from tests.datasets.trials import convert, never, write
 from tests.limits import limited
 from tests.support import LoopbackHub
 
@@ -155,6 +155,9 @@ def test_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CorpusError, match="changed while it was converted"):
         convert(tmp_path / "data", path)
     assert not (tmp_path / "data").exists()
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"block_bytes >= 1, got {bad}"):
+            ConvertOptions(block_bytes=bad)
 
 
 def test_stored_value_that_differs_is_found(tmp_path, monkeypatch):
@@ -179,18 +182,8 @@ def test_opening_needs_no_h5py_and_no_source(tmp_path, monkeypatch):
     convert(tmp_path / "data", path)
     path.unlink()
     monkeypatch.setitem(sys.modules, "h5py", None)
-
-    def fail() -> Sources:
-        raise AssertionError("sources were asked for")
-
-    assert ensure_dataset(tmp_path / "data", get_sources=fail, layout=ROBOHIVE).rows == 3
+    assert convert(tmp_path / "data", get_sources=never).rows == 3
     assert open_published(tmp_path / "data").rows == 3
-
-
-@pytest.mark.parametrize("bad", [0, -1])
-def test_block_of_no_bytes_is_refused(bad):
-    with pytest.raises(ValueError, match=f"block_bytes >= 1, got {bad}"):
-        ConvertOptions(block_bytes=bad)
 
 
 # -- room before a download ------------------------------------------------------------------------
@@ -248,9 +241,9 @@ def test_download_room_is_not_estimated_when_columns_may_shrink(tmp_path: Path) 
     assert room_needed_at(target, may_shrink=False, force=True) == target
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_policies_by_which_columns_may_be_smaller() -> None:
+    assert not Policies(missing="pad", strict=True).may_shrink
+    for given in (
         {"include": ["action"]},
         {"exclude": ["action"]},
         {"casts": {"float64": "float32"}},
@@ -258,8 +251,5 @@ def test_download_room_is_not_estimated_when_columns_may_shrink(tmp_path: Path) 
         {"duplicate": "drop"},
         {"repeated": "once"},
         {"on_invalid": "skip"},
-    ],
-)
-def test_policies_by_which_columns_may_be_smaller(given) -> None:
-    assert not Policies(missing="pad", strict=True).may_shrink
-    assert Policies(**given).may_shrink
+    ):
+        assert Policies(**given).may_shrink, given

@@ -15,7 +15,7 @@ import pytest
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.h5_checks import SIGNATURE, check_signature
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.trials import write_file
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 
@@ -69,22 +69,33 @@ def test_pickle_is_never_loaded(tmp_path):
 
 
 def test_missing_file_and_directory_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"absent\.h5"), open_h5(tmp_path / "absent.h5"):
-        pass
-    with pytest.raises(IsADirectoryError, match=str(tmp_path.name)), open_h5(tmp_path):
-        pass
+    for error, path in ((FileNotFoundError, tmp_path / "absent.h5"), (IsADirectoryError, tmp_path)):
+        with pytest.raises(error, match=path.name), open_h5(path):
+            pass
 
 
-@pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.9, 0.999])
-def test_truncated_file_is_named(tmp_path, part):
-    path = tmp_path / "a.h5"
-    with RoboHiveWriter(path) as writer:
-        writer.add_trial(**make_trial(20))
+@pytest.mark.parametrize("part", [0.001, 0.1, 0.5, 0.9, 0.999, None])
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_damaged_file_is_named(tmp_path, part, is_verified):
+    """One with the right checksum need not be fetched again."""
+    path = write_file(tmp_path / "a.h5", 20)
     content = path.read_bytes()
-    path.write_bytes(content[: max(9, int(len(content) * part))])
-    with pytest.raises(CorpusError, match="cut short or damaged") as caught, open_h5(path):
-        pass
+    if part is None:
+        with h5py.File(path) as file:
+            chunk = file["Trial0/observations"].id.get_chunk_info(0)
+        at = slice(chunk.byte_offset, chunk.byte_offset + chunk.size)
+        content = content[: at.start] + bytes(chunk.size) + content[at.stop :]
+    else:
+        content = content[: max(9, int(len(content) * part))]
+    path.write_bytes(content)
+    said = "damaged: its bytes match the hash that its source lists" if is_verified else "damaged"
+    with (
+        pytest.raises(CorpusError, match=said) as caught,
+        open_h5(path, is_verified=is_verified) as file,
+    ):
+        file.read("Trial0/observations", 0, 20)
     assert str(path) in str(caught.value)
+    assert is_verified or "cut short or damaged" in str(caught.value)
 
 
 def test_file_that_another_process_is_writing_is_named(tmp_path):
@@ -121,18 +132,14 @@ def test_missing_h5py_is_an_import_error_with_advice(tmp_path, monkeypatch):
         pass
 
 
-def test_importing_the_modules_imports_neither_h5py_nor_the_hub():
-    names = [
-        "engine.h5", "engine.layout", "families.robohive", "sources", "engine.scan",
-        "engine.conversion", "publishing", "dataset_passes", "hub_files", "http_files",
-    ]  # fmt: skip
+def test_importing_all_modules_loads_no_optional_library(run_python):
     code = (
-        "import sys\n"
-        + "".join(f"import replaykit.datasets.{name}\n" for name in names)
-        + "print({'h5py', 'huggingface_hub', 'httpx', 'filelock'} & set(sys.modules))"
+        "import sys, pkgutil, importlib, replaykit.datasets as room\n"
+        "for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "print({'h5py', 'huggingface_hub', 'httpx', 'filelock', 'PIL'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert run_python(code, fresh=True).stdout.strip() == "set()"
 
 
 def test_dataset_blocks_equal_h5py_reads(tmp_path):
@@ -213,33 +220,3 @@ def test_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, conten
     with pytest.raises(CorpusError, match=said) as caught, open_h5(path, is_verified=True):
         pass
     assert not re.search("download the file again|fetch", str(caught.value))
-
-
-@pytest.mark.parametrize("part", [0.5, 0.97])
-def test_damaged_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, part):
-    path = tmp_path / "a.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("e/x", data=np.random.default_rng(0).normal(size=500), compression=4)
-    content = bytearray(path.read_bytes())
-    if part == 0.5:
-        content = content[: len(content) // 2]
-    else:
-        content[-400:-300] = bytes(100)
-    path.write_bytes(content)
-    said = "damaged: its bytes match the hash that its source lists"
-    with pytest.raises(CorpusError, match=said), open_h5(path, is_verified=True) as opened:
-        opened.read("e/x", 0, 500)
-
-
-def test_links_at_the_root_are_called_links(tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["Trial0/actions"] = np.zeros(3)
-        file["Trial1"] = h5py.SoftLink("/Trial0")
-        file["Trial2"] = h5py.ExternalLink("b.h5", "/Trial0")
-        file["notes"] = np.zeros(3)
-    with open_h5(tmp_path / "a.h5") as opened:
-        members = {member.name: member for member in opened.members()}
-    assert {name: m.is_link for name, m in members.items()} == {
-        "Trial0": False, "Trial1": True, "Trial2": True, "notes": False,
-    }  # fmt: skip
-    assert [name for name, m in members.items() if m.is_group] == ["Trial0"]
