@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,26 @@ def native(node: Any) -> np.ndarray:
     return np.asarray(found, found.dtype.newbyteorder("="))
 
 
+Rules = dict[str, tuple[str, ...]]
+"""What arrays of a path give: keys, each with the record of row 0, and words.
+
+A path that ends in ``/`` stands for all below it, one in ``*`` for itself too. ``held``: the record
+after, and the last one where it is not known. ``fill``: an array may be one value for all records,
+of which there is one more with ``fill+1``. ``column``: one number is a row of one.
+"""
+
+
+def rest_of(pattern: str, path: str) -> list[str] | None:
+    """Return the parts of a path below a pattern, or None where it does not match."""
+    head = pattern.rstrip("*")
+    if path == head:
+        return []
+    if head and not head.endswith("/") and not pattern.endswith("*"):
+        return None
+    below = head if not head or head.endswith("/") else f"{head}/"
+    return path[len(below) :].split("/") if path.startswith(below) else None
+
+
 @dataclass
 class Rows:
     """Columns by key, as pieces that are read when they are asked for; where each comes from."""
@@ -52,33 +72,41 @@ class Rows:
         self.pieces.setdefault(key, []).append(piece)
         self.source[key] = path
 
-    def take(
+    def fill(
         self,
-        key: Key,
-        path: str,
-        node: Any,
-        first: int,
+        arrays: Iterable[tuple[str, Any]],
+        rules: Rules,
         rows: int,
         *,
-        column: bool = False,
-        dtype: Any = None,
-        total: int | None = None,
+        total: int = 0,
+        base: int = 0,
+        stop: int | None = None,
     ) -> None:
-        """``rows`` records of a dataset from ``first`` on; ``total``: how many it should have, or
-        it is one value for all of them."""
+        """Take rows of arrays by the first rule for their paths; ``base``: the first record.
 
-        def piece() -> np.ndarray:
-            values = native(node)
-            if total is not None and values.shape[:1] != (total,):
-                values = np.broadcast_to(values, (total, *values.shape[1:]))
-            found = values[first : first + rows]
-            if column:
-                found = found.reshape(rows, -1) if found.size == rows else found
-            if dtype is not None:
-                found = found != 0 if dtype == "bool" else found.astype(dtype)
-            return found
+        ``total``: how many records optional arrays should have, or they are one value for all.
+        """
+        for path, node in arrays:
+            found = ((rest_of(pattern, path), takes) for pattern, takes in rules.items())
+            rest, takes = next((each for each in found if each[0] is not None), ([], ()))
+            for take in takes:
+                key, first, *words = take.split()
 
-        self.put(key, path, piece)
+                def piece(node: Any = node, first: str = first, words: Any = words) -> np.ndarray:
+                    values = native(node)
+                    if first == "held":
+                        return held(values[base:stop][1:], values[base:stop], rows)
+                    expected = total + ("fill+1" in words)
+                    if words and words[-1].startswith("fill") and values.shape[:1] != (expected,):
+                        values = np.broadcast_to(values, (expected, *values.shape[1:]))
+                    values = values[base + int(first) :][:rows]
+                    if "column" in words or ("flat" in words and node.ndim == 1):
+                        values = values.reshape(rows, -1) if values.size == rows else values
+                    if "bool" in words:
+                        return values != 0
+                    return values.astype("f4") if "f4" in words else values
+
+                self.put((*key.split("/"), *(rest or [])), path, piece)
 
     def end(self, rows: int, terminated: bool, truncated: bool) -> None:
         """An episode of so many rows, and how it ended."""
@@ -105,10 +133,6 @@ class Corpus:
     rows: Callable[[h5py.File, list[str]], Rows]
 
 
-def groups(written: list[str]) -> list[str]:
-    return [name for name in written if name]
-
-
 # -- groups, a field each --------------------------------------------------------------------------
 
 
@@ -121,27 +145,24 @@ def roboset(folder: Path) -> Path:
     return folder / "trace.h5"
 
 
+ROBOSET: Rules = {
+    "observations": ("observation 0", "next/observation 1"),
+    "actions": ("action 0",),
+    "time": ("time 0",),
+    "rewards": ("next/reward 1 column",),
+    "env_infos/": ("info 0 fill", "next/info 1 fill"),
+}
+
+
 def roboset_rows(file: h5py.File, names: list[str]) -> Rows:
     found = Rows()
     for name in names:
         trial = file[name]
         total = len(trial["actions"])
-        rows = total - 1
-        for path, node in leaves(trial):
-            if path == "observations":
-                found.take(("observation",), path, node, 0, rows)
-                found.take(("next", "observation"), path, node, 1, rows)
-            elif path in ("actions", "time"):
-                found.take((path.removesuffix("s"),), path, node, 0, rows)
-            elif path == "rewards":
-                found.take(("next", "reward"), path, node, 1, rows, column=True)
-            elif path.startswith("env_infos/"):
-                key = ("info", *path.split("/")[1:])
-                found.take(key, path, node, 0, rows, total=total)
-                found.take(("next", *key), path, node, 1, rows, total=total)
+        found.fill(leaves(trial), ROBOSET, total - 1, total=total)
         done = native(trial["done"]).reshape(total)[-1] != 0
         tailed = np.isnan(native(trial["actions"])[-1]).all()
-        found.end(rows, bool(done), not (done and tailed))
+        found.end(total - 1, bool(done), not (done and tailed))
     return found
 
 
@@ -173,14 +194,16 @@ def minari(folder: Path) -> Path:
     return folder / "main_data.hdf5"
 
 
+MINARI: Rules = {
+    "observations*": ("observation 0 fill+1", "next/observation 1 fill+1"),
+    "infos*": ("info 0 fill+1", "next/info 1 fill+1"),
+    "actions*": ("action 0",),
+    "rewards": ("next/reward 0 column",),
+}
+
+
 def minari_rows(file: h5py.File, names: list[str]) -> Rows:
-    return final_state_rows(
-        file,
-        names,
-        clock="rewards",
-        states={"observations": ("observation",), "infos": ("info",)},
-        flags=("terminations", "truncations"),
-    )
+    return final_state_rows(file, names, MINARI, "rewards", ("terminations", "truncations"))
 
 
 def maniskill(folder: Path) -> Path:
@@ -204,51 +227,34 @@ def maniskill(folder: Path) -> Path:
     return folder / "trajectory.h5"
 
 
+MANISKILL: Rules = {
+    "obs*": ("observation 0 fill+1", "next/observation 1 fill+1"),
+    "env_states*": ("state 0 fill+1", "next/state 1 fill+1"),
+    "actions*": ("action 0",),
+    "rewards": ("next/reward 0 column fill",),
+    "success": ("next/success 0 column bool fill",),
+    "fail": ("next/fail 0 column bool fill",),
+}
+
+
 def maniskill_rows(file: h5py.File, names: list[str]) -> Rows:
-    has_observations = "obs" in file[names[0]]
-    states = {"obs": ("observation",), "env_states": ("state",)}
-    if not has_observations:
-        states = {"env_states": ("observation",)}
-    return final_state_rows(
-        file,
-        names,
-        clock="actions",
-        states=states,
-        flags=("terminated", "truncated"),
-        outcomes=("success", "fail"),
-    )
+    rules = MANISKILL
+    if "obs" not in file[names[0]]:
+        rules = {**MANISKILL, "env_states*": MANISKILL["obs*"]}
+    return final_state_rows(file, names, rules, "actions", ("terminated", "truncated"))
 
 
 def final_state_rows(
-    file: h5py.File,
-    names: list[str],
-    *,
-    clock: str,
-    states: dict[str, Key],
-    flags: tuple[str, str],
-    outcomes: tuple[str, ...] = (),
+    file: h5py.File, names: list[str], rules: Rules, clock: str, flags: tuple[str, str]
 ) -> Rows:
     """T steps and T + 1 states."""
     found = Rows()
     for name in names:
         group = file[name]
         steps = len(group[clock])
-        for path, node in leaves(group):
-            root, *rest = path.split("/")
-            if root in states:
-                key = (*states[root], *rest)
-                found.take(key, path, node, 0, steps, total=steps + 1)
-                found.take(("next", *key), path, node, 1, steps, total=steps + 1)
-            elif root == "actions":
-                found.take(("action", *rest), path, node, 0, steps)
-            elif path == "rewards":
-                total = steps if clock == "actions" else None
-                found.take(("next", "reward"), path, node, 0, steps, column=True, total=total)
-            elif path in outcomes:
-                key = ("next", path)
-                found.take(key, path, node, 0, steps, column=True, dtype="bool", total=steps)
-        ended = [bool(native(group[flag]).reshape(steps)[-1] != 0) for flag in flags]
-        found.end(steps, ended[0], ended[1] or not ended[0])
+        found.fill(leaves(group), rules, steps, total=steps)
+        over, timed = (bool(native(group[flag]).reshape(steps)[-1] != 0) for flag in flags)
+        found.end(steps, over, timed or not over)
     return found
 
 
@@ -269,10 +275,22 @@ def robomimic(folder: Path) -> Path:
     return folder / "low_dim.hdf5"
 
 
+ROBOMIMIC: Rules = {
+    "obs*": ("observation 0",),
+    "next_obs*": ("next/observation 0",),
+    "actions": ("action 0",),
+    "states": ("state 0 fill",),
+    "rewards": ("next/reward 0 column",),
+    "dones": ("next/success 0 column bool",),
+}
+
+
 def robomimic_rows(file: h5py.File, names: list[str]) -> Rows:
-    found = Rows()
+    found, rules = Rows(), ROBOMIMIC
     # A file without next observations: the record after, and a last one that is not known.
     has_next = "next_obs" in file[names[0]]
+    if not has_next:  # such arrays are reported as left out
+        rules = {**ROBOMIMIC, "obs*": ("observation 0", "next/observation held"), "next_obs*": ()}
     kept = []
     for name in names:
         demo = file[name]
@@ -280,27 +298,7 @@ def robomimic_rows(file: h5py.File, names: list[str]) -> Rows:
         solved = bool(native(demo["dones"]).reshape(steps)[-1] != 0)
         rows = steps - (not has_next and not solved)
         kept.append((rows, not has_next and solved))
-        for path, node in leaves(demo):
-            root, *rest = path.split("/")
-            if root == "obs":
-                found.take(("observation", *rest), path, node, 0, rows)
-                if not has_next:
-                    found.put(
-                        ("next", "observation", *rest),
-                        path,
-                        lambda node=node, rows=rows: held(native(node)[1:], native(node), rows),
-                    )
-            elif root == "next_obs":
-                if has_next:  # else it is reported as left out
-                    found.take(("next", "observation", *rest), path, node, 0, rows)
-            elif path in ("actions", "states"):
-                total = steps if path == "states" else None
-                found.take((path.removesuffix("s"),), path, node, 0, rows, total=total)
-            elif path == "rewards":
-                found.take(("next", "reward"), path, node, 0, rows, column=True)
-            elif path == "dones":
-                key = ("next", "success")
-                found.take(key, path, node, 0, rows, column=True, dtype="bool")
+        found.fill(leaves(demo), rules, rows, total=steps)
         over = solved and rows == steps
         found.end(rows, over, not over)
     observe(found, kept)
@@ -333,19 +331,18 @@ def robosuite(folder: Path) -> Path:
     return folder / "demo.hdf5"
 
 
+ROBOSUITE: Rules = {
+    "states": ("observation/state 0", "next/observation/state 1"),
+    "actions": ("action 0",),
+    "*": ("info 0 fill",),
+}
+
+
 def robosuite_rows(file: h5py.File, names: list[str]) -> Rows:
     found = Rows()
     for name in names:
-        demo = file[name]
-        rows = len(demo["states"]) - 1
-        for path, node in leaves(demo):
-            if path == "states":
-                found.take(("observation", "state"), path, node, 0, rows)
-                found.take(("next", "observation", "state"), path, node, 1, rows)
-            elif path == "actions":
-                found.take(("action",), path, node, 0, rows)
-            else:
-                found.take(("info", *path.split("/")), path, node, 0, rows, total=rows + 1)
+        rows = len(file[name]["states"]) - 1
+        found.fill(leaves(file[name]), ROBOSUITE, rows, total=rows + 1)
         found.end(rows, False, True)
     return found
 
@@ -366,28 +363,23 @@ def libero(folder: Path) -> Path:
     return folder / "task_demo.hdf5"
 
 
+LIBERO: Rules = {
+    "obs*": ("observation 0", "next/observation 1"),
+    "robot_states": ("info/robot_states 0 fill", "next/info/robot_states 1 fill"),
+    "states": ("state 1 fill",),
+    "actions": ("action 1",),
+    "rewards": ("next/reward 1 column f4",),
+}
+
+
 def libero_rows(file: h5py.File, names: list[str]) -> Rows:
     found = Rows()
     for name in names:
         demo = file[name]
         total = len(demo["actions"])
-        rows = total - 1
-        for path, node in leaves(demo):
-            root, *rest = path.split("/")
-            if root == "obs" or path == "robot_states":
-                key = ("observation", *rest) if root == "obs" else ("info", "robot_states")
-                optional = total if root != "obs" else None
-                found.take(key, path, node, 0, rows, total=optional)
-                found.take(("next", *key), path, node, 1, rows, total=optional)
-            elif path == "states":
-                found.take(("state",), path, node, 1, rows, total=total)
-            elif path == "actions":
-                found.take(("action",), path, node, 1, rows)
-            elif path == "rewards":
-                key = ("next", "reward")
-                found.take(key, path, node, 1, rows, column=True, dtype="f4")
+        found.fill(leaves(demo), LIBERO, total - 1, total=total)
         over = bool(native(demo["dones"]).reshape(total)[-1] != 0)
-        found.end(rows, over, not over)
+        found.end(total - 1, over, not over)
     return found
 
 
@@ -409,6 +401,9 @@ def isaaclab(folder: Path) -> Path:
     return folder / "dataset.hdf5"
 
 
+ISAACLAB: Rules = {"obs*": ("observation 0", "next/observation held"), "actions": ("action 0",)}
+
+
 def isaaclab_rows(file: h5py.File, names: list[str]) -> Rows:
     found, kept = Rows(), []
     for name in names:
@@ -417,31 +412,18 @@ def isaaclab_rows(file: h5py.File, names: list[str]) -> Rows:
         solved = bool(demo.attrs.get("success", False))
         rows = steps - 1 + solved
         kept.append((rows, solved))
+        found.fill(leaves(demo), ISAACLAB, rows)
         for path, node in leaves(demo):
             root, *rest = path.split("/")
-            if root == "obs":
-                found.take(("observation", *rest), path, node, 0, rows)
-                found.put(
-                    ("next", "observation", *rest),
-                    path,
-                    lambda node=node, rows=rows: held(native(node)[1:], native(node), rows),
-                )
-            elif path == "actions":
-                found.take(("action",), path, node, 0, rows)
-            elif root == "states":
-                first = demo["/".join(["initial_state", *rest])]
+            if root != "states":
+                continue
+            first = demo["/".join(["initial_state", *rest])]
+            for key, start in ((("state", *rest), 0), (("next", "state", *rest), 1)):
 
-                def states(node: Any = node, first: Any = first) -> np.ndarray:
-                    return np.concatenate([native(first), native(node)])
+                def states(start: int = start, node: Any = node, first: Any = first) -> Any:
+                    return np.concatenate([native(first), native(node)])[start:]
 
-                for key, start in ((("state", *rest), 0), (("next", "state", *rest), 1)):
-                    found.put(
-                        key,
-                        path,
-                        lambda start=start, rows=rows, states=states: states()[
-                            start : start + rows
-                        ],
-                    )
+                found.put(key, path, lambda states=states, rows=rows: states()[:rows])
         found.end(rows, solved, not solved)
     observe(found, kept)
     return found
@@ -463,12 +445,20 @@ def roboset_real(folder: Path) -> Path:
     return folder / "robot.h5"
 
 
+ROBOSET_REAL: Rules = {
+    "data/time": ("time 0 fill",),
+    "data/user": ("info/user 0 fill",),
+    "data/": ("observation 0 flat", "next/observation 1 flat"),
+    "derived/": ("info 0 fill", "next/info 1 fill"),
+    "config/solved": ("info/solved 0 fill",),
+}
+
+
 def roboset_real_rows(file: h5py.File, names: list[str]) -> Rows:
     found = Rows()
     for name in names:
         trial = file[name]
         total = len(trial["data/ctrl_arm"])
-        rows = total - 1
         arm, hand = trial["data/ctrl_arm"], trial["data/ctrl_ee"]
 
         def action(arm: Any = arm, hand: Any = hand, total: int = total) -> np.ndarray:
@@ -476,23 +466,9 @@ def roboset_real_rows(file: h5py.File, names: list[str]) -> Rows:
             return np.concatenate(parts, 1)[:-1]
 
         found.put(("action",), "data/ctrl_arm+data/ctrl_ee", action)
-        for path, node in leaves(trial):
-            if path == "data/time":
-                found.take(("time",), path, node, 0, rows, total=total)
-            elif path == "data/user":
-                found.take(("info", "user"), path, node, 0, rows, total=total)
-            elif path.startswith("data/") and not path.startswith("data/ctrl"):
-                key = ("observation", *path.split("/")[1:])
-                is_flat = node.ndim == 1
-                found.take(key, path, node, 0, rows, column=is_flat)
-                found.take(("next", *key), path, node, 1, rows, column=is_flat)
-            elif path.startswith("derived/"):
-                key = ("info", *path.split("/")[1:])
-                found.take(key, path, node, 0, rows, total=total)
-                found.take(("next", *key), path, node, 1, rows, total=total)
-            elif path == "config/solved":
-                found.take(("info", "solved"), path, node, 0, rows, total=total)
-        found.end(rows, False, True)
+        others = [each for each in leaves(trial) if not each[0].startswith("data/ctrl")]
+        found.fill(others, ROBOSET_REAL, total - 1, total=total)
+        found.end(total - 1, False, True)
     return found
 
 
@@ -519,6 +495,15 @@ def d4rl(folder: Path, *, with_next: bool = True) -> Path:
     return folder / "flat.hdf5"
 
 
+D4RL: Rules = {
+    "observations": ("observation 0",),
+    "next_observations": ("next/observation 0",),
+    "actions": ("action 0",),
+    "rewards": ("next/reward 0 column",),
+    "infos/": ("info 0 fill",),
+}
+
+
 def d4rl_rows(file: h5py.File, names: list[str]) -> Rows:
     found, kept = Rows(), []
     arrays = dict(leaves(file, without="metadata"))
@@ -530,7 +515,9 @@ def d4rl_rows(file: h5py.File, names: list[str]) -> Rows:
         cut |= timed
     else:
         timed = np.zeros(total, bool)
-    has_next = "next_observations" in arrays
+    has_next, rules = "next_observations" in arrays, D4RL
+    if not has_next:
+        rules = {**D4RL, "observations": ("observation 0", "next/observation held")}
     if has_next and (cut[:-1] & cut[1:]).any():
         # Flags are held: an episode ends where the next record starts from another state.
         arrived, after = native(arrays["next_observations"]), native(arrays["observations"])
@@ -546,25 +533,7 @@ def d4rl_rows(file: h5py.File, names: list[str]) -> Rows:
         rows = records - (not has_next and not is_open)
         if rows:
             kept.append((rows, is_open))
-            for path, node in arrays.items():
-                if path == "observations":
-                    found.take(("observation",), path, node, base, rows)
-                if path == "next_observations":
-                    found.take(("next", "observation"), path, node, base, rows)
-                elif path == "observations" and not has_next:
-
-                    def after(node: Any = node, a: int = base, b: int = stop, n: int = rows) -> Any:
-                        values = native(node)[a:b]
-                        return held(values[1:], values, n)
-
-                    found.put(("next", "observation"), path, after)
-                elif path == "actions":
-                    found.take(("action",), path, node, base, rows)
-                elif path == "rewards":
-                    found.take(("next", "reward"), path, node, base, rows, column=True)
-                elif path.startswith("infos/"):
-                    key = ("info", *path.split("/")[1:])
-                    found.take(key, path, node, base, rows, total=total)
+            found.fill(arrays.items(), rules, rows, total=total, base=base, stop=stop)
             ended = bool(over[stop - 1]), bool(timed[stop - 1])
             if rows < records:
                 ended = False, True
@@ -586,6 +555,14 @@ def vd4rl(folder: Path) -> Path:
     return folder / "1.hdf5"
 
 
+VD4RL: Rules = {
+    "observation": ("observation 0", "next/observation 1"),
+    "action": ("action 1",),
+    "reward": ("next/reward 1 column",),
+    "discount": ("next/discount 1 column",),
+}
+
+
 def vd4rl_rows(file: h5py.File, names: list[str]) -> Rows:
     found = Rows()
     kinds = np.rint(native(file["step_type"])).reshape(-1)
@@ -595,11 +572,7 @@ def vd4rl_rows(file: h5py.File, names: list[str]) -> Rows:
         rows = stop - base - 1
         if not rows:
             continue
-        found.take(("observation",), "observation", file["observation"], base, rows)
-        found.take(("next", "observation"), "observation", file["observation"], base + 1, rows)
-        found.take(("action",), "action", file["action"], base + 1, rows)
-        for name in ("reward", "discount"):
-            found.take(("next", name), name, file[name], base + 1, rows, column=True)
+        found.fill(leaves(file), VD4RL, rows, base=base)
         over = bool(discount[stop - 1] == 0)
         found.end(rows, over, not over)
     return found
@@ -616,20 +589,17 @@ def aloha(folder: Path) -> Path:
     return folder / "episode_3.hdf5"
 
 
+ALOHA: Rules = {
+    "observations*": ("observation 0", "next/observation 1"),
+    "action": ("action 0",),
+    "base_action": ("info/base_action 0 fill",),
+}
+
+
 def aloha_rows(file: h5py.File, names: list[str]) -> Rows:
-    found = Rows()
-    total = len(file["action"])
-    rows = total - 1
-    for path, node in leaves(file):
-        root, *rest = path.split("/")
-        if root == "observations":
-            found.take(("observation", *rest), path, node, 0, rows)
-            found.take(("next", "observation", *rest), path, node, 1, rows)
-        elif path == "action":
-            found.take(("action",), path, node, 0, rows)
-        elif path == "base_action":
-            found.take(("info", "base_action"), path, node, 0, rows, total=total)
-    found.end(rows, False, True)
+    found, total = Rows(), len(file["action"])
+    found.fill(leaves(file), ALOHA, total - 1, total=total)
+    found.end(total - 1, False, True)
     return found
 
 
