@@ -1,16 +1,19 @@
-"""What a conversion takes of memory, and what it has made."""
+"""The memory that a conversion or another call takes, and the files that it has made."""
 
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.prepared import python
 
-__all__ = ["content", "files_of", "growth", "needs_proc"]
+__all__ = ["content", "files_of", "growth", "in_memory", "needs_proc"]
 
 _PEAK = """
 import sys
@@ -64,3 +67,24 @@ def content(root: Path, *, in_blocks: bool = False) -> dict[str, object]:
     manifest = json.loads(found.pop("manifest.json"))
     left_out = {"made", "crc32", *(("arrays", "options") if in_blocks else ())}
     return {**found, "manifest": {k: v for k, v in manifest.items() if k not in left_out}}
+
+
+def in_memory(work: Callable[[], object]) -> int:
+    """Returns by how many bytes the memory of the process grew while it worked, at most."""
+    peak, stop = [0], threading.Event()
+
+    def rss() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def watch() -> None:
+        while not stop.wait(0.001):
+            peak[0] = max(peak[0], rss())
+
+    before, watcher = rss(), threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        stop.set()
+        watcher.join()
+    return max(peak[0], rss()) - before

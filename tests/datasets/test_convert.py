@@ -101,17 +101,6 @@ def test_action_is_the_one_that_led_to_the_next_observation(tmp_path):
     assert torch.equal(moved, found.columns["next", "observation"][:, :2])
 
 
-@pytest.mark.pitfall("DS9")
-def test_trials_come_in_natural_order(tmp_path):
-    path = write(tmp_path / "a.h5", *(make_trial(3, seed=k) for k in range(12)))
-    with h5py.File(path) as file:
-        assert list(file)[2] == "Trial10"
-    found = convert(tmp_path / "data", path)
-    assert found.columns["episode",].tolist() == [k for k in range(12) for _ in range(2)]
-    assert found.groups() == [f"Trial{k}" for k in range(12)]
-    assert found.columns["next", "reward"][::2, 0].tolist() == [100.0 * k + 1 for k in range(12)]
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_dtypes_shapes_and_names_are_kept(tmp_path, dtype):
     trial = make_trial(5, infos=False)

@@ -12,17 +12,17 @@ from replaykit.datasets import Field, Policies, convert
 from replaykit.datasets.engine import plan as episodes_module
 from replaykit.datasets.engine import row_batches
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.episode_finders import EpisodeRefs, Groups
+from replaykit.datasets.engine.episode_finders import EpisodeRefs
 from replaykit.datasets.engine.layout import SourceFacts
 from replaykit.datasets.engine.locations import NameTable
 from replaykit.datasets.engine.plan import EpisodeSpan, SourceEpisode, SourceEpisodes, Spans
 from replaykit.datasets.engine.row_batches import Runs
-from replaykit.datasets.families import D4RL, ROBOMIMIC
+from replaykit.datasets.families import D4RL
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
-from tests.datasets.arms import arm_layout
 from tests.datasets.converted import content, growth, needs_proc
+from tests.datasets.trials import arm_layout
 
 
 def flat(path: Path, episodes: int, rows: int, *, width: int = 1, successors: bool = True) -> Path:
@@ -165,26 +165,6 @@ def test_references_of_several_files_may_have_one_number():
     refs = EpisodeRefs(np.array([0, 1, 0]), parts=np.array([0, 0, 1]))
     assert not refs.has_twins
     assert EpisodeRefs(np.array([0, 1, 0])).has_twins
-
-
-def test_order_of_groups_is_that_of_their_numbers(tmp_path):
-    """Told by the numbers where all names are alike, by the names where not."""
-    names = ["demo_10", "demo_9", "demo_0"]
-    for more, expected in (
-        ((), ["demo_0", "demo_9", "demo_10"]),
-        (("demo_01",), ["demo_0", "demo_01", "demo_9", "demo_10"]),
-        (("demo_9b",), ["demo_0", "demo_9", "demo_9b", "demo_10"]),
-    ):
-        path = tmp_path / f"{len(expected)}{''.join(more)}.h5"
-        with h5py.File(path, "w") as file:
-            for number, name in enumerate((*names, *more)):
-                demo = file.create_group(f"data/{name}")
-                demo["actions"], demo["rewards"] = np.zeros((2, 1)), np.zeros(2)
-                demo["dones"] = np.zeros(2)
-                demo["obs/x"] = demo["next_obs/x"] = np.full((2, 1), float(number))
-        found = convert(path, ROBOMIMIC, tmp_path / path.stem)
-        assert found.published.groups() == [f"data/{name}" for name in expected]
-    assert Groups("demo_").number("demo_9b") == 9
 
 
 # -- short groups that are read together -----------------------------------------------------------

@@ -20,8 +20,8 @@ from replaykit.datasets.engine.fields import Images, Preceded, Text
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.errors import CorpusError
 from replaykit.inspection import opened
-from tests.datasets.arms import arm_layout
-from tests.datasets.memory import in_memory
+from tests.datasets.converted import in_memory
+from tests.datasets.trials import arm_layout
 
 SECRET = 1234.5
 LAYOUT = arm_layout("arm", Field("pose", "info", before=("pose",), required=False, more=0))

@@ -18,7 +18,7 @@ from replaykit.datasets.engine import h5_values
 from replaykit.datasets.engine.h5 import H5File, open_h5
 from replaykit.datasets.families import ROBOMIMIC
 from replaykit.errors import CorpusError
-from tests.datasets.memory import in_memory
+from tests.datasets.converted import in_memory
 
 BOUND = 16 << 20
 WORDS = ["a" * (3 * n % 50) for n in range(37)]

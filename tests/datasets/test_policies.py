@@ -16,10 +16,9 @@ from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
-from tests.datasets.arms import arm_layout
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
-from tests.datasets.trials import quietly, write_file, write_source
+from tests.datasets.trials import arm_layout, quietly, write_file, write_source
 from tests.datasets.trials import write as write_trials
 
 ARM = arm_layout(
@@ -229,28 +228,6 @@ def test_wide_constants_are_dropped_and_kept_ones_are_reported(tmp_path):
     assert "info/part is constant and kept as a column: JSON has no number for NaN" in said
     assert "also next/info/part)" in said
     verify_published(tmp_path / "data")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_constants_of_the_shared_file_are_dropped(tmp_path, sample):
-    """body_pos and body_quat are 22 bodies' positions and orientations, of a model at rest."""
-    data = convert(sample, ROBOHIVE, tmp_path / "data", policies=Policies(constant="drop"))
-    infos = {key for key in data.published.columns if "info" in key}
-    removed = {tuple(e["key"]): e for e in data.published.manifest.report["removed"]}
-    with h5py.File(sample) as file:
-        trials = [group for name, group in file.items() if name.startswith("Trial")]
-        for name in ("body_pos", "body_quat", "site_pos", "site_quat"):
-            values = np.concatenate([group[f"env_infos/state/{name}"][...] for group in trials])
-            assert (values == values[0]).all(), name
-            found = [key for key in removed if key[-1] == name]
-            assert len(found) == 2, name
-            for key in found:
-                np.testing.assert_array_equal(removed[key]["value"], values[0])
-    assert infos  # what moves is there
-    for key in infos:
-        column = data.published.columns[key]
-        is_constant = bool((column == column[0]).all())
-        assert not is_constant, key
 
 
 def test_default_policies_keep_constants_and_drop_nan_leaves(tmp_path):

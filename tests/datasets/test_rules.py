@@ -30,7 +30,7 @@ from replaykit.datasets.families import D4RL
 from replaykit.datasets.publishing import Published
 from replaykit.errors import CorpusError
 from replaykit.ted import Key
-from tests.datasets.arms import arm_layout
+from tests.datasets.trials import arm_layout
 
 ARM = arm_layout(
     "arm",
@@ -236,6 +236,7 @@ class ByBytes(Groups):
         return found
 
 
+@pytest.mark.pitfall("DS9")
 @pytest.mark.parametrize("prefix", ["run", "run-0", "run1_"])
 def test_order_of_groups_is_natural(tmp_path, made, prefix):
     """V35: the eleventh episode is the one of the number 10, whatever finds them."""

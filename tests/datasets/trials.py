@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import torch
 
-from replaykit.datasets import RobosetExperienceReplay
+from replaykit.datasets import FINAL_STATE, Field, Groups, Layout, RobosetExperienceReplay
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import Published
@@ -128,3 +128,20 @@ def assert_ted(found: Published) -> None:
     assert data["next"].batch_size == data.batch_size
     for key in ("info", ("next", "info")):
         assert key not in data.keys(True) or data[key].batch_size == data.batch_size
+
+
+def arm_layout(name: str, *more: Field) -> Layout:
+    """Runs of joints, one more than there are torques, with scores; and whatever else there is."""
+    return Layout(
+        name=name,
+        version=1,
+        episodes=Groups("run", having=("torque",)),
+        alignment=FINAL_STATE,
+        clock="torque",
+        fields=(
+            Field("joints", "observation", ("observation",), ("next", "observation")),
+            Field("torque", "action", before=("action",)),
+            Field("score", "reward", after=("next", "reward"), column=True),
+            *more,
+        ),
+    )

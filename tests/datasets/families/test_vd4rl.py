@@ -99,18 +99,6 @@ def test_every_block_size_and_every_worker_gives_the_same(tmp_path, block_bytes)
     assert plain.episodes["seed"].tolist() == [0, 1, 2, 3]
 
 
-def test_shards_are_in_the_order_of_their_numbers(tmp_path, quietly):
-    """2.hdf5 comes before 10.hdf5; in the order of bytes, episodes would be mixed."""
-    lengths = (4,) * 12
-    values = records(*lengths)
-    write(tmp_path / "files", values, *range(3, 36, 3))
-    data = quietly(tmp_path / "files", VD4RL)
-    assert_ted(data.published)
-    inside = values["step_type"] != 2
-    np.testing.assert_array_equal(data[:]["observation"], values["observation"][inside])
-    np.testing.assert_array_equal(data[:]["action"], values["action"][values["step_type"] != 0])
-
-
 def test_shards_that_do_not_follow_are_named(tmp_path, quietly):
     first, middle, last = write(tmp_path / "files", records(9), 3, 6)
     middle.unlink()
