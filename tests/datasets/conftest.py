@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import make_trial
 from tests.datasets.door import FILES
-from tests.datasets.trials import ROBOSET_REPO, convert, served, write_source
+from tests.datasets.trials import ROBOSET_REPO, convert, served, write, write_source
 from tests.support import LoopbackHub
 
 # -- the hub --------------------------------------------------------------------------------------
@@ -118,16 +118,11 @@ def no_pipe_is_waited_for() -> Iterator[None]:
 @pytest.fixture
 def small(tmp_path: Path) -> list[Path]:
     """Two files: trials of 4, 6, 3 and of 5, 4 records, the last of each file terminated."""
-    folder = tmp_path / "files"
-    folder.mkdir()
     paths = []
     for number, lengths in enumerate(((4, 6, 3), (5, 4))):
-        path = folder / f"{number}.h5"
-        with RoboHiveWriter(path) as writer:
-            for k, records in enumerate(lengths):
-                last = k == len(lengths) - 1
-                writer.add_trial(**make_trial(records, seed=10 * number + k, terminated=last))
-        paths.append(path)
+        trials = [make_trial(n, seed=10 * number + k) for k, n in enumerate(lengths[:-1])]
+        last = make_trial(lengths[-1], seed=10 * number + len(trials), terminated=True)
+        paths.append(write(tmp_path / f"files/{number}.h5", *trials, last))
     return paths
 
 

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from replaykit.datasets.engine import scan
-from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
+from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.h5_values import Held, HeldValues
-from replaykit.datasets.families import ROBOHIVE
-from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from tests.datasets.trials import convert, write_file
 
 
 @pytest.fixture
@@ -89,25 +87,14 @@ def test_unreadable_dataset_is_not_held_and_fails_on_read(path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_converted_data_do_not_depend_on_size_of_held_cache(tmp_path, monkeypatch, workers):
-    files = [tmp_path / f"{number}.h5" for number in range(2)]
-    for number, path in enumerate(files):
-        with RoboHiveWriter(path) as writer:
-            for trial in range(9):
-                writer.add_trial(**make_trial(60 + trial, seed=9 * number + trial))
+    files = [write_file(tmp_path / f"{k}.h5", *range(60, 69), seed=9 * k) for k in range(2)]
     made = []
     for blocks, block_bytes in ((2, 1 << 20), (1, 1 << 18), (0, 1 << 20)):
         monkeypatch.setattr(scan, "_HELD_BLOCKS", blocks)
         options = ConvertOptions(block_bytes=block_bytes, workers=workers)
-        found = ensure_dataset(
-            tmp_path / str(blocks),
-            get_sources=lambda: Sources.local(files),
-            layout=ROBOHIVE,
-            options=options,
-        )
+        found = convert(tmp_path / str(blocks), *files, options=options)
         made.append([(array.key, array.crc32) for array in found.manifest.arrays])
     assert made[0] == made[1] == made[2]
-
-
-def test_many_files_share_the_held_memory(tmp_path):
+    # Many files share the memory.
     shares = [Held(1 << 20, [tmp_path / str(i) for i in range(n)]).share for n in (4, 100)]
     assert shares == [1 << 18, 0]

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from replaykit.datasets.column_files import EPISODE_DIRECTORY, GROUP_FILE
 from replaykit.datasets.families import D4RL
 from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.inspection import opened, validate
+from tests.datasets.trials import write_steps
 
 # -- the files of a data set -----------------------------------------------------------------------
 
@@ -78,20 +78,11 @@ def test_no_pipe_is_waited_for(data, reader, member):
 # -- source files ----------------------------------------------------------------------------------
 
 
-def _write(path: Path, scale: float = 1.0) -> None:
-    with h5py.File(path, "w") as file:
-        file["observations"], file["actions"] = scale * np.eye(4), np.zeros((4, 1))
-        file["rewards"], file["terminals"] = np.ones(4), np.arange(4) == 3
-
-
 @pytest.fixture
 def folder(tmp_path: Path, no_pipe_is_waited_for: None) -> Path:
     """A folder of one source."""
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "outside").mkdir()
-    _write(tmp_path / "sources" / "a.h5")
-    _write(tmp_path / "outside" / "b.h5", 2.0)
-    return tmp_path / "sources"
+    write_steps(tmp_path / "outside" / "b.h5", observations=2 * np.eye(4, 2))
+    return write_steps(tmp_path / "sources" / "a.h5").parent
 
 
 def test_links_to_source_files_are_followed_and_links_to_folders_are_not(folder, tmp_path):

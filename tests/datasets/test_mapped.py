@@ -22,24 +22,17 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.datasets import CorpusExperienceReplay
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.published_buffer import MappedStorage
 from replaykit.datasets.publishing import open_directory, open_published
-from replaykit.datasets.sources import Sources
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import make_trial
+from tests.datasets.converted import needs_proc
+from tests.datasets.trials import convert, write, write_file
 from tests.prepared import python
 
 
 def publish(target: Path, records: int = 6, *, force: bool = False) -> MappedStorage:
-    source = target.with_name(f"{target.name}-{records}.h5")
-    with RoboHiveWriter(source) as writer:
-        writer.add_trial(**make_trial(records, seed=records))
-    return MappedStorage(
-        ensure_dataset(
-            target, get_sources=lambda: Sources.local([source]), layout=ROBOHIVE, force=force
-        )
-    )
+    source = write_file(target.with_name(f"{target.name}-{records}.h5"), records, seed=records)
+    return MappedStorage(convert(target, source, force=force))
 
 
 def test_rows_are_those_of_the_columns_without_a_copy(tmp_path):
@@ -77,14 +70,9 @@ def test_edits_travel_with_a_copy(tmp_path, how):
         for each in (other, copy.deepcopy(other)):
             assert each.published.manifest == buffer.published.manifest
             assert (each.episode_table == buffer.episode_table).all()
+        other.storage.edit_columns({("action",): torch.zeros(5, 2, dtype=torch.float64)})
+        assert not (storage[:]["action"] == 0).any()
     assert not (open_published(tmp_path / "data").columns[("action",)] == 9.0).any()
-
-
-def test_edits_of_a_copy_leave_the_original_unchanged(tmp_path):
-    storage = publish(tmp_path / "data")
-    other = pickle.loads(pickle.dumps(storage))
-    other.edit_columns({("action",): torch.zeros(5, 2, dtype=torch.float64)})
-    assert not (storage[:]["action"] == 0).any()
 
 
 def test_a_pickle_of_a_version_that_was_replaced_is_refused(tmp_path):
@@ -125,17 +113,13 @@ print(held() - before, len(data), float(batch["observation"].std()))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@needs_proc
 def test_scattered_episodes_are_read_where_they_lie(tmp_path):
     """S4: half of 64 MiB of rows, in a random order of episodes, takes a few batches of memory."""
-    source = tmp_path / "a.h5"
-    with RoboHiveWriter(source) as writer:
-        for seed in range(32):
-            trial = make_trial(17, seed=seed, infos=False)
-            trial["observations"] = np.full((17, 1 << 14), float(seed))
-            writer.add_trial(**trial)
-    sources = Sources.local([source])
-    ensure_dataset(tmp_path / "data", get_sources=lambda: sources, layout=ROBOHIVE)
+    trials = [make_trial(17, seed=seed, infos=False) for seed in range(32)]
+    for seed, trial in enumerate(trials):
+        trial["observations"] = np.full((17, 1 << 14), float(seed))
+    convert(tmp_path / "data", write(tmp_path / "a.h5", *trials))
     command = [*python(), "-c", ANON, str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     held, rows, spread = done.stdout.split()
@@ -146,12 +130,7 @@ def test_scattered_episodes_are_read_where_they_lie(tmp_path):
 
 def scattered(tmp_path: Path) -> tuple[MappedStorage, MappedStorage]:
     """The episodes 0, 2 and 5 of six, and those rows in memory."""
-    source = tmp_path / "some.h5"
-    with RoboHiveWriter(source) as writer:
-        for seed in range(6):
-            writer.add_trial(**make_trial(seed + 3, seed=seed))
-    sources = Sources.local([source])
-    published = ensure_dataset(tmp_path / "some", get_sources=lambda: sources, layout=ROBOHIVE)
+    published = convert(tmp_path / "some", write_file(tmp_path / "some.h5", *range(3, 9)))
     return MappedStorage(published, torch.tensor([0, 2, 5])), MappedStorage(published)
 
 

@@ -15,17 +15,9 @@ from tensordict import TensorDict
 
 from replaykit.datasets import publishing
 from replaykit.datasets.dataset_manifest import Manifest
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, remove_published, verify_published
 from tests.datasets.trials import convert, names, never, write_source
-
-
-def test_nothing_at_the_path_is_file_not_found(tmp_path):
-    for call in (open_published, verify_published, remove_published):
-        with pytest.raises(FileNotFoundError, match="absent"):
-            call(tmp_path / "absent")
-    assert names(tmp_path) == []
+from tests.support.refusals import refuses
 
 
 @pytest.mark.pitfall("DS3")
@@ -64,52 +56,39 @@ def edit(target: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def column(at: int = 0, **facts: Any) -> Callable[[Path], None]:
+    return lambda target: edit(target, lambda m: m["arrays"][at].update(facts))
+
+
+def text(content: Any) -> Callable[[Path], Any]:
+    return lambda target: (target / "manifest.json").write_bytes(content)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda t: (t / "manifest.json").unlink(), "no manifest.json"),
-    "empty manifest": (lambda t: (t / "manifest.json").write_bytes(b""), "not JSON"),
-    "cut manifest": (
-        lambda t: (t / "manifest.json").write_bytes((t / "manifest.json").read_bytes()[:-9]),
-        "not JSON",
-    ),
-    "manifest of zeros": (lambda t: (t / "manifest.json").write_bytes(bytes(900)), "not JSON"),
-    "other JSON": (lambda t: (t / "manifest.json").write_text("[1]"), "not the manifest of a"),
+    "empty manifest": (text(b""), "not JSON"),
+    "cut manifest": (lambda t: os.truncate(t / "manifest.json", 900), "not JSON"),
+    "manifest of zeros": (text(bytes(900)), "not JSON"),
+    "other JSON": (text(b"[1]"), "not the manifest of a"),
     "checkpoint": (
-        lambda t: (t / "manifest.json").write_text('{"format": "replaykit-checkpoint"}'),
+        text(b'{"format": "replaykit-checkpoint"}'),
         "not the manifest of a replaykit data set (format 'replaykit-checkpoint')",
     ),
     "newer version": (lambda t: edit(t, lambda m: m.update(format_version=99)), "version 99"),
     "other rows": (lambda t: edit(t, lambda m: m.update(rows=5)), "is damaged"),
-    "other batch": (
-        lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])),
-        "needs the batch",
-    ),
-    "other episodes": (
-        lambda t: edit(t, lambda m: m.update(episodes=1)),
-        "needs 1 entries",
-    ),
+    "other batch": (lambda t: edit(t, lambda m: m.update(rows=5, batch=[5])), "needs the batch"),
+    "other episodes": (lambda t: edit(t, lambda m: m.update(episodes=1)), "needs 1 entries"),
     "no arrays": (lambda t: edit(t, lambda m: m.pop("arrays")), "is damaged"),
-    "array of another size": (
-        lambda t: edit(t, lambda m: m["arrays"][0].update(nbytes=1)),
-        "is damaged",
-    ),
-    "unknown dtype": (
-        lambda t: edit(t, lambda m: m["arrays"][0].update(dtype="Tensor")),
-        "the name of a dtype",
-    ),
-    "file outside": (
-        lambda t: edit(t, lambda m: m["arrays"][0].update(file="../../a.h5")),
-        "names a file of the data set",
-    ),
+    "array of another size": (column(nbytes=1), "is damaged"),
+    "unknown dtype": (column(dtype="Tensor"), "the name of a dtype"),
+    "file outside": (column(file="../../a.h5"), "names a file of the data set"),
     "absolute file": (
         lambda t: edit(t, lambda m: m["group_file"].update(file="/etc/passwd")),
         "group_file",
     ),
     "missing column": (lambda t: (t / "action.memmap").unlink(), "action.memmap is missing"),
     "missing directory": (lambda t: shutil.rmtree(t / "next"), "is missing"),
-    "short column": (
-        lambda t: os.truncate(t / "next" / "reward.memmap", 40),
-        "has 40 bytes, expected 48",
-    ),
+    "short column": (lambda t: os.truncate(t / "next/reward.memmap", 40), "40 bytes, expected 48"),
     "long column": (lambda t: os.truncate(t / "seed.memmap", 99), "has 99 bytes, expected 48"),
     "missing episode table": (lambda t: shutil.rmtree(t / "episodes"), "is missing"),
     "short group names": (lambda t: os.truncate(t / "episodes" / "groups.txt", 3), "has 3 bytes"),
@@ -123,12 +102,9 @@ def test_damaged_data_set_is_refused_and_replaced_only_by_force(target, source, 
     damage, said = DAMAGE[kind]
     damage(target)
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    for call in (
-        lambda: open_published(target),
-        lambda: ensure_dataset(target, get_sources=never, layout=ROBOHIVE),
-    ):
+    for call in (open_published, lambda path: convert(path, get_sources=never)):
         with pytest.raises(RuntimeError, match="is not a complete data set") as caught:
-            call()
+            call(target)
         assert str(target) in str(caught.value)
         assert said in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == before
@@ -225,20 +201,16 @@ def swap_at_first_parse(monkeypatch, swap):
     monkeypatch.setattr(Manifest, "parse", parse)
 
 
-def test_columns_are_of_the_data_set_that_the_manifest_is_of(target, source, monkeypatch):
-    """A new version that is swapped in between manifest and columns is not mixed in."""
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_columns_are_of_the_data_set_that_the_manifest_is_of(target, source, monkeypatch, vanishes):
+    """A new version that is swapped in meanwhile is not mixed in, or opened where none is left."""
     write_source(source, 5, seed=1)
-    monkeypatch.setattr(publishing, "remove_tree", lambda path: None)
+    if not vanishes:
+        monkeypatch.setattr(publishing, "remove_tree", lambda path: None)
     swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     found = open_published(target)
-    assert found.columns["next", "reward"][0] == 1.0
+    assert found.columns["next", "reward"][0] == (101.0 if vanishes else 1.0)
     monkeypatch.undo()
-    assert open_published(target).columns["next", "reward"][0] == 101.0
-
-
-def test_opening_is_repeated_when_the_old_version_vanishes_meanwhile(target, source, monkeypatch):
-    write_source(source, 5, seed=1)
-    swap_at_first_parse(monkeypatch, lambda: convert(target, source, force=True))
     assert open_published(target).columns["next", "reward"][0] == 101.0
 
 
@@ -248,5 +220,7 @@ def test_removal_takes_only_the_data_set(target, source):
     remove_published(target)
     assert names(target.parent) == [".data.lock", "data_split"]
     assert found.columns["next", "reward"][0] == 1.0
-    with pytest.raises(FileNotFoundError):
-        remove_published(target)
+    for call in (open_published, verify_published, remove_published):
+        refuses(FileNotFoundError, "data", call, target)
+        refuses(FileNotFoundError, "absent", call, source.with_name("absent"))
+    assert not list(source.parent.glob("*absent*"))

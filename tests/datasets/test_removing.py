@@ -37,6 +37,12 @@ def write(path: Path, wanted: dict[int, dict[str, Any]]) -> Path:
     return path
 
 
+def check_kept(folder: Path, left: Any, trials: dict[int, dict[str, Any]], *kept: int) -> None:
+    """The data set is that of some of the trials."""
+    source = write(folder / "good/a.h5", {k: trials[k] for k in kept})
+    check(folder, left, convert(source, ROBOHIVE, folder / "wanted"))
+
+
 def columns_of(folder: Path) -> dict[str, bytes]:
     """All files but the manifest and what tensordict says of shapes."""
     return {name: data for name, data in files_of(folder).items() if not name.endswith(".json")}
@@ -83,15 +89,12 @@ def check(folder: Path, left: Any, wanted: Any) -> None:
 def test_bad_episodes_are_removed_and_sources_are_read_once(tmp_path, passes, bad):
     """C10: at the cost of a scan, and of moving the rows that stay."""
     all_of_them = trials()
-    good = {k: trial for k, trial in all_of_them.items() if k not in bad}
-    wanted = convert(write(tmp_path / "good/a.h5", good), ROBOHIVE, tmp_path / "wanted")
     for k in bad:
         all_of_them[k]["actions"][1, 0] = np.nan
     path = write(tmp_path / "all/a.h5", all_of_them)
-    passes.clear()
     left = skipping(path, tmp_path / "left", on_invalid="skip")
     assert passes == [7]
-    check(tmp_path, left, wanted)
+    check_kept(tmp_path, left, all_of_them, *(set(range(7)) - set(bad)))
     skipped = left.published.manifest.report["skipped"]
     assert [entry["name"] for entry in skipped] == [f"Trial{k}" for k in bad]
 
@@ -101,13 +104,10 @@ def test_columns_excluded_only_by_a_bad_episode_are_restored(tmp_path, passes):
     all_of_them = trials()
     del all_of_them[3]["env_infos"]["wide"]
     all_of_them[3]["actions"][1, 0] = np.nan
-    good = {k: trial for k, trial in all_of_them.items() if k != 3}
-    wanted = convert(write(tmp_path / "good/a.h5", good), ROBOHIVE, tmp_path / "wanted")
-    passes.clear()
     path = write(tmp_path / "all/a.h5", all_of_them)
     left = skipping(path, tmp_path / "left", on_invalid="skip")
     assert passes == [7, 6]
-    check(tmp_path, left, wanted)
+    check_kept(tmp_path, left, all_of_them, 0, 1, 2, 4, 5, 6)
 
 
 @pytest.mark.parametrize("choice", ["keep", "drop", "error"])
@@ -130,8 +130,7 @@ def test_copies_of_episodes_are_kept_left_out_or_refused(tmp_path, passes, choic
         ]  # fmt: skip
         assert len(left.episode_table["start"]) == 7
         return
-    good = {k: trial for k, trial in all_of_them.items() if k < 4}
-    check(tmp_path, left, convert(write(tmp_path / "b/a.h5", good), ROBOHIVE, tmp_path / "wanted"))
+    check_kept(tmp_path, left, all_of_them, *range(4))
     assert [entry["name"] for entry in report["skipped"]] == ["Trial4", "Trial5", "Trial6"]
 
 
@@ -143,8 +142,7 @@ def test_copies_and_bad_episodes_at_once(tmp_path, passes):
     path = write(tmp_path / "all/a.h5", all_of_them)
     left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
     assert passes == [7]
-    good = {k: trial for k, trial in all_of_them.items() if k in (0, 1, 3, 6)}
-    check(tmp_path, left, convert(write(tmp_path / "b/a.h5", good), ROBOHIVE, tmp_path / "wanted"))
+    check_kept(tmp_path, left, all_of_them, 0, 1, 3, 6)
 
 
 def test_good_copies_of_a_bad_episode_are_copies_of_each_other(tmp_path):
@@ -158,5 +156,4 @@ def test_good_copies_of_a_bad_episode_are_copies_of_each_other(tmp_path):
     with pytest.raises(CorpusError, match=r"Trial8: it has the observations .*Trial7 \[V36\]"):
         skipping(path, tmp_path / "error", on_invalid="skip", copies="error")
     left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
-    good = {k: trial for k, trial in all_of_them.items() if k not in (0, 8)}
-    check(tmp_path, left, convert(write(tmp_path / "b/a.h5", good), ROBOHIVE, tmp_path / "wanted"))
+    check_kept(tmp_path, left, all_of_them, *range(1, 8))

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -19,10 +18,12 @@ from replaykit.datasets import open as open_dataset
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.families import D4RL, ROBOHIVE
 from replaykit.datasets.publishing import verify_published
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
+from replaykit.testing.robohive_files import make_trial
 from replaykit.tools.source_facts import corpus_facts
 from replaykit.tools.validation import ted_findings
 from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.test_publish import edit
+from tests.datasets.trials import write, write_file, write_steps
 from tests.support import LoopbackHub
 
 
@@ -72,6 +73,9 @@ def test_deduplicated_rows_equal_full_rows(tmp_path, both):
     for data, version in zip(both, (1, 2), strict=True):
         said = json.loads((data.published.path / "manifest.json").read_text())
         assert said["format_version"] == version
+    splits = [ensure_split(tmp_path / n, tmp_path / f"{n}-split") for n in ("keep", "once")]
+    assert splits[1].finals == {}
+    same(splits[1].tensordict(), splits[0].tensordict())
 
 
 @pytest.mark.parametrize("episodes", [[0], slice(1, None), [0, -1]])
@@ -99,14 +103,6 @@ def test_batches_and_slices_are_the_same(tmp_path, both):
         same(once.sample(), keep.sample())
 
 
-def test_split_trajectories_are_the_same(tmp_path, both):
-    keep, once = (
-        ensure_split(tmp_path / name, tmp_path / f"{name}-split") for name in ("keep", "once")
-    )
-    assert once.finals == {}
-    same(once.tensordict(), keep.tensordict())
-
-
 def test_edits_stay_in_the_open_data_set(tmp_path, both):
     """An edit of an observation leaves what the row before arrived at as it was."""
     keep, once = both
@@ -122,11 +118,9 @@ def test_edits_stay_in_the_open_data_set(tmp_path, both):
 def test_images_take_half_the_room(tmp_path):
     trial = make_trial(40, infos=False)
     trial["observations"] = np.random.default_rng(0).normal(size=(40, 5000))
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
-        writer.add_trial(**trial)
-    sizes = {}
+    path, sizes = write(tmp_path / "a.h5", trial), {}
     for repeated in ("keep", "once"):
-        made(tmp_path / "a.h5", ROBOHIVE, tmp_path / repeated, repeated=repeated)
+        made(path, ROBOHIVE, tmp_path / repeated, repeated=repeated)
         files = (tmp_path / repeated).rglob("*.memmap")
         sizes[repeated] = sum(path.stat().st_size for path in files)
     assert sizes["once"] < 0.53 * sizes["keep"]
@@ -134,36 +128,32 @@ def test_images_take_half_the_room(tmp_path):
 
 def test_next_observations_that_are_others_are_stored(tmp_path):
     """A source that stores them beside may have others: nothing is lost then."""
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        file["observations"], file["actions"] = np.eye(6), np.zeros((6, 1))
-        file["next_observations"] = np.roll(np.eye(6), -1, 0)
-        file["next_observations"][2] = 7.0
-        file["rewards"], file["terminals"] = np.ones(6), np.arange(6) == 5
-    data = made(tmp_path / "a.hdf5", D4RL, tmp_path / "data", repeated="once", on_invalid="keep")
+    states = np.eye(6)
+    after = np.roll(states, -1, 0)
+    after[2] = 7.0
+    path = write_steps(tmp_path / "a.hdf5", 6, observations=states, next_observations=after)
+    data = made(path, D4RL, tmp_path / "data", repeated="once", on_invalid="keep")
     assert data.published.finals == {}
     assert data[2]["next", "observation"].tolist() == [7.0] * 6
 
 
-@pytest.mark.parametrize("fault", ["missing", "short", "root", "version"])
+FAULTS = {
+    "missing": lambda folder, file: file.unlink(),
+    "short": lambda folder, file: file.write_bytes(file.read_bytes()[:-1]),
+    "root": lambda folder, file: edit(
+        folder, lambda said: said["finals"][0].update(key=["next", "nothing"])
+    ),
+    "version": lambda folder, file: edit(folder, lambda said: said.update(format_version=99)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_damaged_data_set_is_refused(tmp_path, fault):
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
-        writer.add_trial(**make_trial(5))
-    made(tmp_path / "a.h5", ROBOHIVE, tmp_path / "data", repeated="once")
-    file = tmp_path / "data/finals/next/observation.memmap"
-    manifest = tmp_path / "data/manifest.json"
-    said = json.loads(manifest.read_text())
-    assert said["format_version"] == 2
-    if fault == "missing":
-        file.unlink()
-    elif fault == "short":
-        file.write_bytes(file.read_bytes()[:-1])
-    elif fault == "root":
-        said["finals"][0]["key"] = ["next", "nothing"]
-        manifest.write_text(json.dumps(said))
-    else:
-        manifest.write_text(json.dumps({**said, "format_version": 99}))
+    path, folder = write_file(tmp_path / "a.h5", 5), tmp_path / "data"
+    made(path, ROBOHIVE, folder, repeated="once")
+    FAULTS[fault](folder, folder / "finals/next/observation.memmap")
     with pytest.raises(RuntimeError, match="is not a complete data set"):
-        open_dataset(tmp_path / "data")
+        open_dataset(folder)
 
 
 @pytest.mark.parametrize("both", ["maniskill"], indirect=True)

@@ -12,10 +12,9 @@ import pytest
 from replaykit.datasets import Policies, RobosetExperienceReplay
 from replaykit.datasets.families import ROBOHIVE, ROBOSET_REAL
 from replaykit.errors import CorpusError
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
-from tests.datasets.trials import assert_ted
+from tests.datasets.trials import assert_ted, write_file
 
 
 def trial(frames: int, *, seed: int = 0, flat: bool = False, **more: Any) -> dict[str, Any]:
@@ -114,9 +113,8 @@ def test_the_class_takes_files_of_real_robots(tmp_path, quietly):
 
 
 def test_the_class_takes_files_of_the_simulation_as_such(tmp_path):
-    with RoboHiveWriter(tmp_path / "a.h5") as writer:
-        writer.add_trial(**make_trial(4))
-    options = {"root": tmp_path / "root", "source": tmp_path / "a.h5"}
+    path = write_file(tmp_path / "a.h5", 4)
+    options = {"root": tmp_path / "root", "source": path}
     assert RobosetExperienceReplay("mine", 2, **options).layout is ROBOHIVE
     (tmp_path / "none.h5").write_bytes(b"text")
     with pytest.raises(CorpusError, match=r"none\.h5"):
@@ -128,11 +126,7 @@ def test_files_of_both_kinds_are_refused_by_name(tmp_path, order):
     """Whichever comes first says what is expected: none is left out as if it were empty."""
     paths = [tmp_path / f"{number}_{kind}.h5" for number, kind in enumerate(order)]
     for path in paths:
-        if "real" in path.name:
-            write(path, trial(5))
-        else:
-            with RoboHiveWriter(path) as writer:
-                writer.add_trial(**make_trial(4))
+        write(path, trial(5)) if "real" in path.name else write_file(path, 4)
     with pytest.raises(CorpusError, match=rf"{paths[1].name}: no trial of the layout .*V04"):
         RobosetExperienceReplay("mine", 2, root=tmp_path / "root", source=paths)
     assert not (tmp_path / "root" / "mine").exists()
