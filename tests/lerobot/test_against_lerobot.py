@@ -9,15 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import shutil
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -31,10 +28,9 @@ from replaykit.datasets.families import LEROBOT, LEROBOT_PIXELS
 from replaykit.inspection import repair, validate
 from replaykit.testing import make_lerobot
 from tests.adapters.test_table_exports import LENGTHS, episode
-from tests.datasets.families.conftest import SHARED
 from tests.datasets.families.lerobot_reader import frames_of
+from tests.datasets.families.test_seeded_faults import REAL, real
 
-REAL = SHARED / "lerobot_v21_unitree_g1"
 TOLERANCE_S = 1e-4
 
 
@@ -170,6 +166,7 @@ def test_repaired_sets_open_in_lerobot(lerobot: Any, tmp_path: Path) -> None:
     check_items(convert(tmp_path / "set", LEROBOT, tmp_path / "data"), theirs, said)
 
 
+@pytest.mark.filterwarnings("ignore:.*V74:UserWarning")  # of statistics that LeRobot wrote
 def test_converted_real_set(lerobot: Any, tmp_path: Path) -> None:
     """LeRobot's converter makes version 3.0 of the real set, whose episodes must be the same."""
     if not REAL.is_dir():
@@ -178,41 +175,15 @@ def test_converted_real_set(lerobot: Any, tmp_path: Path) -> None:
 
     # A whole set of the two episodes that have a video, with numbers from 0 on.
     old = tmp_path / "me/old"
-    (old / "meta").mkdir(parents=True)
-    for number in (1, 2):
-        for kind in ("data/chunk-000", "videos/chunk-000/observation.images.cam_high"):
-            (old / kind).mkdir(parents=True, exist_ok=True)
-            path = next((REAL / kind).glob(f"*{number}.*"))
-            new = old / kind / path.name.replace(f"{number}.", f"{number - 1}.")
-            shutil.copy(path, new)
-            if new.suffix == ".parquet":
-                columns = parquet.read_table(new)
-                first = 0 if number == 1 else 393
-                for name, values in (
-                    ("episode_index", np.full(len(columns), number - 1)),
-                    ("index", first + np.arange(len(columns))),
-                ):
-                    at = columns.column_names.index(name)
-                    columns = columns.set_column(at, name, pyarrow.array(values))
-                parquet.write_table(columns, new)
-    for name in ("episodes.jsonl", "episodes_stats.jsonl"):
-        lines = (REAL / "meta" / name).read_text().splitlines()[1:3]
-        entries = [{**json.loads(line), "episode_index": at} for at, line in enumerate(lines)]
-        (old / "meta" / name).write_text("\n".join(map(json.dumps, entries)))
-    shutil.copy(REAL / "meta/tasks.jsonl", old / "meta")
-    said = json.loads((REAL / "meta/info.json").read_text())
-    said.update(total_episodes=2, total_frames=736, total_videos=2, splits={"train": "0:2"})
-    (old / "meta/info.json").write_text(json.dumps(said))
-    with pytest.warns(UserWarning, match="V74"):  # of the numbers that were changed
-        first_version = convert(old, LEROBOT, tmp_path / "v21")
+    real(old)
+    first_version = convert(old, LEROBOT, tmp_path / "v21")
     rows = first_version[torch.arange(0, 736, 9)]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("snapshot_download", "HfApi"):
             patch.setattr(converter, name, lambda *_, **__: None, raising=False)
         converter.convert_dataset("me/old", root=tmp_path, push_to_hub=False)
     theirs = lerobot.LeRobotDataset("me/old", root=old)
-    with pytest.warns(UserWarning, match="V74"):
-        data = convert(old, LEROBOT, tmp_path / "v30")
+    data = convert(old, LEROBOT, tmp_path / "v30")
     said = json.loads((old / "meta/info.json").read_text())
     assert said["codebase_version"] == "v3.0"
     assert (rows.exclude("seed") == data[torch.arange(0, 736, 9)].exclude("seed")).all()
