@@ -148,8 +148,8 @@ def test_result_is_readable_by_tensordict(tmp_path):
     assert torch.equal(table["start"], found.episodes["start"])
 
 
-@pytest.mark.parametrize("block_bytes", [1, 64, 1000, 4096, 1 << 30])
-@pytest.mark.parametrize("chunks", [None, (7,), (1,)])
+@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 30])
+@pytest.mark.parametrize("chunks", [None, (7,)])
 def test_block_size_does_not_change_the_result(tmp_path, block_bytes, chunks):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:

@@ -16,6 +16,7 @@ from replaykit.datasets import CorpusExperienceReplay, column_statistics
 from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.dataset_passes import ensure_split
 from tests.datasets.test_split import flat
+from tests.support.refusals import refuses
 
 LEVELS = [0.0, 0.1, 0.5, 0.77, 1.0]
 LENGTHS = (3, 5, 2, 40)
@@ -77,17 +78,13 @@ def test_nans_are_counted_and_edits_are_seen(tmp_path: Path) -> None:
 
 
 def test_invalid_requests_are_refused(tmp_path: Path) -> None:
-    data = open_rows(tmp_path, False)
-    with pytest.raises(
-        KeyError, match=r"'next.reward' \(meant: \('next', 'reward'\)\?\); there are"
-    ):
-        data.statistics(["next.reward"])
-    with pytest.raises(TypeError, match="keys: expected a list of keys, got 'action'"):
-        data.statistics("action")
-    with pytest.raises(TypeError, match="channels: expected a mapping of keys to dimensions"):
-        data.statistics(["action"], channels=["action"])
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        data.statistics(["action"], quantiles=[1.1])
+    ask = open_rows(tmp_path, False).statistics
+    said = r"'next.reward' \(meant: \('next', 'reward'\)\?\); there are"
+    refuses(KeyError, said, ask, ["next.reward"])
+    refuses(TypeError, "keys: expected a list of keys, got 'action'", ask, "action")
+    said = "channels: expected a mapping of keys to dimensions"
+    refuses(TypeError, said, ask, ["action"], channels=["action"])
+    refuses(ValueError, "from 0 to 1", ask, ["action"], quantiles=[1.1])
     rows = {
         "none": torch.zeros(3, 0),
         "complex": torch.zeros(3, 2).cfloat(),
@@ -173,11 +170,8 @@ def test_mean_is_exact_when_the_sum_overflows(signs):
     assert found["max"] == max(signs) * 1.5e308
 
 
-def test_infinities_leave_no_mean():
+def test_values_without_a_mean_are_counted():
     assert of(np.array([1.0, math.inf]))["mean"] is None
     assert of(np.array([-math.inf, math.inf]), np.ones(3))["mean"] is None
-
-
-def test_nan_of_complex_numbers_are_counted():
     block = np.array([1 + 2j, complex(math.nan, 0), complex(0, math.nan)], np.complex64)
     assert of(block, block[:2]) == {"min": None, "max": None, "mean": None, "std": None, "nan": 3}
