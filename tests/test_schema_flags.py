@@ -81,16 +81,21 @@ def test_flags_in_records_that_are_no_tensordicts_are_left_alone() -> None:
 
 
 @pytest.mark.pitfall("WR16")
+@pytest.mark.parametrize("locked", [False, True])
 def test_writes_never_change_data_of_the_caller(
-    storage_kind: Any, make_rows: Any, fingerprint: Any
+    locked: bool, storage_kind: Any, make_rows: Any, fingerprint: Any
 ) -> None:
     """WR16 and E1: reserved keys and flat flags are dealt with in copies."""
     rows = make_rows(0, 3).set("index", torch.tensor([7, 7, 7])).set("done", torch.ones(3).bool())
     rows.set("index_generation", torch.zeros(3, dtype=torch.int64))
     rows["next"].set("terminated", torch.zeros(3).bool())
+    rows.set("td_error", torch.rand(3))
     example = make_rows(0, 1).set("done", torch.ones(1, 1).bool())
     example["next"].set("terminated", torch.zeros(1, 1).bool())
+    example["td_error"] = torch.zeros(1)
     rb = storage_kind.buffer(3, example[0], batch_size=4)
+    if locked:
+        rows.lock_()
     nested = rows["next"]
     before = fingerprint(rows)
     rb.extend(rows)
@@ -100,6 +105,9 @@ def test_writes_never_change_data_of_the_caller(
     rb[1:3] = rows[1:3]
     rb.writer.write_at(torch.tensor([0, 1]), rows[:2])
     rb.storage.set([0, 1, 2], rows)
+    if storage_kind.columns:
+        with pytest.warns(UserWarning, match="has no priorities"):
+            rb.update_priority(rows)
     assert fingerprint(rows) == before
     assert rows["next"] is nested
     assert "index" not in set(rb[0].keys())

@@ -12,6 +12,7 @@ from tensordict import TensorDict, tensorclass
 
 from replaykit import ReplayBuffer
 from replaykit.errors import SchemaError
+from tests.conftest import make_rows
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -156,72 +157,97 @@ def test_every_way_of_writing_refuses_rows_that_do_not_fit(
         assert snapshot(rb) == before, way
 
 
-SET_WAYS: dict[str, tuple[Callable[[ReplayBuffer], Any], type[Exception], str]] = {
-    "set_ dtype": (
+SET_WAYS: list[tuple[Callable[[ReplayBuffer], Any], type[Exception], str]] = [
+    (
         lambda rb: rb.set_("id", torch.zeros(3)),
         ValueError,
         r"key 'id': expected int64 \[3\], got float32 \[3\]",
     ),
-    "set_ size 1": (
+    (
         lambda rb: rb.set_("observation", torch.zeros(3, 1)),
         ValueError,
         r"key 'observation': expected float32 \[3, 3\], got float32 \[3, 1\]",
     ),
-    "set_ one row for all": (
+    (
         lambda rb: rb.set_("observation", torch.zeros(1, 3)),
         ValueError,
         r"expected float32 \[3, 3\], got float32 \[1, 3\]",
     ),
-    "set_ number": (lambda rb: rb.set_("id", 3), ValueError, "expected a tensor, got int"),
-    "set_ unknown": (
+    (lambda rb: rb.set_("id", 3), ValueError, "expected a tensor, got int"),
+    (
         lambda rb: rb.set_("nothing", torch.zeros(3)),
         KeyError,
         r"no column 'nothing'; there are .*'id'",
     ),
-    "set_ branch": (lambda rb: rb.set_("next", torch.zeros(3)), KeyError, "no column 'next'"),
-    "set_at_ shape": (
+    (lambda rb: rb.set_("next", torch.zeros(3)), KeyError, "no column 'next'"),
+    (
         lambda rb: rb.set_at_(("next", "reward"), torch.zeros(2), [0, 1]),
         ValueError,
         r"key \('next', 'reward'\): expected float32 \[2, 1\], got float32 \[2\]",
     ),
-    "set_at_ dtype": (
+    (
         lambda rb: rb.set_at_("id", torch.tensor(2.9), 0),
         ValueError,
         r"expected int64 \[\], got float32 \[\]",
     ),
-    "set_at_ outside": (
-        lambda rb: rb.set_at_("id", torch.tensor(2), 3),
-        IndexError,
-        r"\[0, 3\), got 3",
+    (
+        lambda rb: rb.set_at_("id", torch.arange(3), [0, 1]),
+        ValueError,
+        r"expected int64 \[2\], got int64 \[3\]",
     ),
-    "update_ second bad": (
+    (
+        lambda rb: rb.set_at_("id", torch.arange(1), 0),
+        ValueError,
+        r"expected int64 \[\], got int64 \[1\]",
+    ),
+    (lambda rb: rb.set_at_("id", torch.tensor(2), 3), IndexError, r"\[0, 3\), got 3"),
+    (lambda rb: rb.set_at_("id", torch.arange(2), [0, 3]), IndexError, r"\[0, 3\), got 3"),
+    (
         lambda rb: rb.update_({"id": torch.full((3,), 9), "observation": torch.zeros(3, 1)}),
         ValueError,
         "key 'observation'",
     ),
-    "rb[key] = v": (
+    (
+        lambda rb: rb.update_({"id": torch.arange(3), "next": {"reward": torch.zeros(3)}}),
+        ValueError,
+        r"key \('next', 'reward'\)",
+    ),
+    (
         lambda rb: rb.__setitem__("new", torch.zeros(2)),
         ValueError,
         r"key 'new': expected a tensor of shape \[3, ...\], got \[2\]",
     ),
-}
+    (
+        lambda rb: rb.__setitem__(slice(0, 2), make_rows(0, 3)),
+        ValueError,
+        r"expected rows of shape \[2\], got \[3\]",
+    ),
+    (lambda rb: rb.__setitem__(0, make_rows(0, 1)), ValueError, "takes one row"),
+    (lambda rb: rb.__setitem__(3, make_rows(0, 1)[0]), IndexError, r"\[0, 3\), got 3"),
+    (lambda rb: rb.__setitem__([0, -4], make_rows(0, 2)), IndexError, r"\[0, 3\), got -4"),
+    (
+        lambda rb: rb.write_all(make_rows(0, 3), end=2),
+        ValueError,
+        r"expected rows of shape \[2\], got \[3\]",
+    ),
+    (lambda rb: rb.write_all(make_rows(0, 4)), IndexError, "at most the 3 stored rows, got 4"),
+    (lambda rb: rb.write_all(make_rows(0, 2), end=4), IndexError, "3 stored rows, got 4"),
+    (lambda rb: rb.write_all(make_rows(0, 2), end=-1), IndexError, "3 stored rows, got -1"),
+]
 
 
 @pytest.mark.pitfall("WR3")
 @pytest.mark.pitfall("WR4")
 @pytest.mark.pitfall("WR14")
-@pytest.mark.parametrize("case", SET_WAYS)
-def test_values_that_do_not_fit_a_column_are_refused(
-    column_kind: Any, make_rows: Any, snapshot: Any, case: str
-) -> None:
-    """WR3, WR4, WR14 on ``set_``, ``set_at_``, ``update_`` and ``rb[key] =``."""
-    call, error, message = SET_WAYS[case]
+def test_values_that_do_not_fit_a_column_are_refused(column_kind: Any, snapshot: Any) -> None:
+    """WR3, WR4, WR14 on all edits: no cast, no broadcast, no write beyond the stored rows."""
     rb = column_kind.buffer(4)
     rb.extend(make_rows(0, 3))
     before = snapshot(rb)
-    with pytest.raises(error, match=message):
-        call(rb)
-    assert snapshot(rb) == before
+    for number, (call, error, message) in enumerate(SET_WAYS):
+        with pytest.raises(error, match=message):
+            call(rb)
+        assert snapshot(rb) == before, (number, message)
 
 
 # -- other kinds of records -----------------------------------------------------------------------

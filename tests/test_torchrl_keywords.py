@@ -359,7 +359,7 @@ def test_cleanup_waits_where_files_are_still_used() -> None:
 
 
 def test_auto_cleanup_requires_a_private_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="auto_cleanup"):
+    with pytest.raises(ValueError, match=r"auto_cleanup.*leave scratch_dir out"):
         LazyMemmapStorage(100, auto_cleanup=True, scratch_dir=tmp_path)
-    with pytest.raises(ValueError, match="auto_cleanup"):
+    with pytest.raises(ValueError, match=r"auto_cleanup.*give a scratch_dir"):
         LazyMemmapStorage(100, auto_cleanup=False)

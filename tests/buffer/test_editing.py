@@ -25,53 +25,6 @@ IDS = [7, 8, 9, 3, 4, 5, 6]
 # -- changing rows --------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("WR14")
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_in_place_edits_add_no_column(kind: str):
-    """WR14, E7: only a write of all rows adds one, which later writes fill: test_added_columns."""
-    buffer = wrapped(kind)
-    value = torch.zeros(7)
-    for write in (
-        lambda: buffer.set_("new", value),
-        lambda: buffer.set_at_("new", value[:2], [0, 1]),
-        lambda: buffer.update_({"id": torch.zeros(7, dtype=torch.int64), "new": value}),
-        lambda: buffer.set_("next", value),
-    ):
-        unchanged(buffer, KeyError, write)
-
-
-@pytest.mark.pitfall("WR3")
-@pytest.mark.pitfall("WR4")
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_edits_that_do_not_fit_change_nothing(kind: str):
-    """WR3, WR4, E7: no cast, no broadcast, no write beyond the stored rows."""
-    buffer = buffer_of(kind, 20)
-    buffer.extend(rows(7))
-    good = torch.arange(7)
-    observation = torch.zeros(7, 3)
-    for error, write in [
-        (ValueError, lambda: buffer.set_("id", good.float())),
-        (ValueError, lambda: buffer.set_("id", good[:6])),
-        (ValueError, lambda: buffer.set_("id", good[:1])),
-        (ValueError, lambda: buffer.set_("observation", observation[:, :1])),
-        (ValueError, lambda: buffer.set_at_("id", good[:3], [0, 1])),
-        (ValueError, lambda: buffer.set_at_("id", good[:1], 0)),
-        (ValueError, lambda: buffer.set_at_("id", torch.tensor(1.0), 0)),
-        (ValueError, lambda: buffer.update_({"id": good, "observation": observation[:2]})),
-        (ValueError, lambda: buffer.update_({"id": good, "next": {"reward": good}})),
-        (ValueError, lambda: buffer.__setitem__(slice(0, 2), rows(3))),
-        (ValueError, lambda: buffer.__setitem__(0, rows(1))),
-        (ValueError, lambda: buffer.write_all(rows(3), end=2)),
-        (IndexError, lambda: buffer.set_at_("id", good[:2], [0, 7])),
-        (IndexError, lambda: buffer.__setitem__(7, rows(1)[0])),
-        (IndexError, lambda: buffer.__setitem__([0, -8], rows(2))),
-        (IndexError, lambda: buffer.write_all(rows(8))),
-        (IndexError, lambda: buffer.write_all(rows(2), end=8)),
-        (IndexError, lambda: buffer.write_all(rows(2), end=-1)),
-    ]:
-        unchanged(buffer, error, write)
-
-
 def test_lists_have_no_columns_to_edit():
     buffer = buffer_of("list", 20, filled=3)
     for write in (

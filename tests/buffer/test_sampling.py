@@ -75,24 +75,6 @@ def test_an_index_has_a_coordinate_per_dimension_of_the_storage(sampler: str):
     assert batch["x"].tolist() == [int(time_major[tuple(i)]) for i in batch["index"].tolist()]
 
 
-@pytest.mark.pitfall("BD6")
-@pytest.mark.parametrize("kind", KINDS)
-def test_flags_come_back_with_a_trailing_dimension(kind: str):
-    """BD6, D5: ``[N]`` and ``[N, 1]`` are mixed across writes, at the root and under ``next``."""
-    buffer = buffer_of(kind)
-    for shape in ((2, 1), (2,), (2, 1)):
-        data = rows(2)
-        for key in ("done", ("next", "done"), ("next", "terminated"), ("next", "truncated")):
-            data[key] = torch.ones(shape, dtype=torch.bool)
-        buffer.extend(data)
-    data["done"] = torch.zeros(2, dtype=torch.bool)
-    buffer.add(data[0])
-    batch = buffer.sample(9)
-    assert batch["done"].shape == batch["next", "done"].shape == (9, 1)
-    assert batch["next", "truncated"].shape == (9, 1)
-    assert buffer["done"].squeeze(-1).tolist() == [True] * 6 + [False]
-
-
 def test_content_without_tensordict_is_sampled_without_info():
     for content in (
         torch.arange(4.0),
@@ -236,21 +218,7 @@ def test_tensors_inside_other_objects_are_copied_for_a_collate_function():
     assert (row["b"][0].item(), row["b"][1]) == (0.0, (torch.zeros(1), "text"))
 
 
-def test_two_batches_share_no_memory():
-    buffer = buffer_of("tensor", filled=6, sampler="ordered", batch_size=6)
-    first, second = buffer.sample(), buffer.sample()
-    first["observation"].fill_(113)
-    first["index"].fill_(113)
-    assert second["index"].tolist() == list(range(6))
-    assert int(second["observation"].max()) < 113
-
-
 # -- how rows are drawn, and where they lie -------------------------------------------------------
-
-
-def test_pin_memory_pins_batches_only_with_an_accelerator():
-    buffer = buffer_of(filled=4, pin_memory=True)
-    assert buffer.sample(3)["observation"].is_pinned() is torch.cuda.is_available()
 
 
 @pytest.mark.cuda

@@ -11,15 +11,11 @@ import torch
 from tensordict import TensorClass, TensorDict
 
 from replaykit import (
-    ImmutableDatasetWriter,
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorStorage,
 )
-from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged
+from tests.buffer.building import buffer_of, rows, same
 from tests.support.refusals import refuses
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
@@ -42,70 +38,6 @@ def test_writing_no_rows_changes_nothing(kind: str):
     assert lanes.extend(TensorDict({"x": torch.zeros(2, 0)}, [2, 0])).shape == (0, 2)
     lanes.extend(TensorDict({"y": torch.zeros(3, 1)}, [3, 1]))
     assert len(lanes) == 3
-
-
-@pytest.mark.pitfall("WR1")
-@pytest.mark.pitfall("WR2")
-@pytest.mark.pitfall("WR3")
-@pytest.mark.pitfall("WR4")
-@pytest.mark.parametrize("kind", ["tensor", "memmap"])
-@pytest.mark.parametrize("way", ["add", "extend", "setitem", "list"])
-def test_data_that_does_not_fit_is_refused_whole(kind: str, way: str):
-    """WR1-WR4, D2: missing and unknown keys, dtypes and shapes are named; nothing is stored."""
-    buffer = buffer_of(kind, filled=7, seed=0, sampler="without")
-    buffer.sample(2)
-
-    def write(data: TensorDict) -> None:
-        if way == "add":
-            buffer.add(data[0])
-        elif way == "extend":
-            buffer.extend(data)
-        elif way == "list":
-            buffer.extend([*rows(1).unbind(0), *data.unbind(0)])
-        else:
-            buffer[2:4] = data
-
-    good = rows(2, 50)
-    reward = ("next", "reward")
-    for bad, match in [
-        (good.exclude("observation"), "'observation'.*got nothing"),
-        (good.clone().set("extra", torch.zeros(2)), "'extra'.*no such key"),
-        (good.clone().set("id", good["id"].double()), "'id'.*int64 .*float64"),
-        (good.clone().set("observation", torch.zeros(2, 1)), r"'observation'.*\[3\].*\[1\]"),
-        (good.clone().set(reward, torch.zeros(2)), r"\('next', 'reward'\).*\[1\].*\[\]"),
-    ]:
-        unchanged(buffer, ValueError, lambda bad=bad: write(bad), match)
-    write(good)
-
-
-@pytest.mark.pitfall("WR16")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("locked", [False, True])
-def test_the_callers_data_is_not_touched_nor_kept(kind: str, locked: bool):
-    """WR16, G2: no key is added, removed or changed, and later edits do not reach the rows."""
-    buffer = buffer_of(kind, 20, writer=RoundRobinWriter(track_generations=True))
-    data = rows(5)
-    data["next", "done"] = data["next", "done"].squeeze(-1)
-    data["index"] = torch.arange(5) + 77
-    data["td_error"] = torch.rand(5)
-    if locked:
-        data.lock_()
-    before = data.clone()
-    buffer.extend(data)
-    buffer.add(data[0])
-    buffer.extend(list(data.unbind(0)))
-    buffer[0:2] = data[:2]
-    if kind != "list":
-        with pytest.warns(UserWarning, match="has no priorities"):
-            buffer.update_priority(data)
-    same(before, data)
-    if not locked:
-        data.zero_()
-        assert check_whole(buffer[:]) == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4]
-    batch = buffer.sample(4)
-    assert "index" in set(batch.keys())
-    assert batch["next", "done"].shape == (4, 1)
-    assert int(batch["index"].max()) < 20
 
 
 @pytest.mark.pitfall("PR11")
@@ -139,75 +71,7 @@ def test_priority_column_is_stored_only_if_the_first_write_has_it():
     refuses(ValueError, "td_error", other.extend, rows(1).set("td_error", torch.rand(1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_reserved_keys_are_not_stored(kind: str):
-    """E1: a sample may be written back as it is."""
-    buffer = buffer_of(kind, filled=3, writer=RoundRobinWriter(track_generations=True))
-    buffer.extend(buffer.sample(2))
-    assert not {"index", "index_generation"} & set(buffer[:].keys())
-    assert len(buffer) == 5
-
-
-def test_write_at_other_slots_leaves_the_cursor():
-    buffer = buffer_of(filled=6, writer=RoundRobinWriter(track_generations=True))
-    assert buffer.writer.write_at(torch.tensor([1, 6]), rows(2, 40)).tolist() == [1, 6]
-    assert check_whole(buffer[:]) == [0, 40, 2, 3, 4, 5, 41]
-    assert buffer.extend(rows(1, 50)).tolist() == [6]
-    assert buffer.writer.generations_of(torch.arange(8)).tolist() == [0, 1, 0, 0, 0, 0, 1, -1]
-    assert buffer.write_count == 9
-
-
 # -- forgetting -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_empty_forgets_rows_and_keeps_keys(kind: str, prefetch: int | None):
-    buffer = buffer_of(
-        kind,
-        4,
-        filled=6,
-        sampler="ordered",
-        batch_size=2,
-        prefetch=prefetch,
-        writer=RoundRobinWriter(track_generations=True),
-    )
-    handle = buffer.sample()
-    buffer.empty(empty_write_count=False)
-    assert (len(buffer), buffer.write_count) == (0, 6)
-    refuses(RuntimeError, r"Cannot sample from an empty storage\.", buffer.sample)
-    assert buffer.extend(rows(3, 50)).tolist() == [0, 1, 2]
-    assert buffer.writer.generations_of(torch.arange(4)).tolist() == [3, 3, 2, 1]
-    assert [check_whole(batch) for batch in buffer] == [[50, 51], [52]]
-    assert int(handle["index_generation"].max()) < 2
-    if kind in ("tensor", "memmap"):
-        refuses(ValueError, "'x'", buffer.extend, TensorDict({"x": torch.zeros(2)}, [2]))
-    buffer.empty()
-    assert (len(buffer), buffer.write_count) == (0, 0)
-    assert buffer.stats()["prefetch_queue_size"] == 0
-
-
-def test_an_immutable_buffer_refuses_every_write():
-    buffer = ReplayBuffer(storage=TensorStorage(rows(4)), writer=ImmutableDatasetWriter())
-    for write in (
-        lambda: buffer.extend(rows(1)),
-        lambda: buffer.extend([]),
-        lambda: buffer.add(rows(1)[0]),
-        buffer.empty,
-    ):
-        unchanged(buffer, RuntimeError, write, "doesn't allow writing")
-    assert buffer.write_count == 0
-    buffer.set_("id", torch.tensor([4, 3, 2, 1]))
-    assert buffer["id"].tolist() == [4, 3, 2, 1]
-
-
-def test_a_writer_may_refuse_rows():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
-    data = TensorDict({"r": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5])
-    assert buffer.extend(data).tolist() == [-1, 1, 2, 0, -1]
-    assert buffer.add(data[4]) is None
-    assert buffer.add(data[1]) == 2
-    assert sorted(buffer["r"].tolist()) == [3.0, 5.0, 5.0]
 
 
 # -- lanes and content -----------------------------------------------------------------------------
