@@ -171,33 +171,6 @@ def test_write_all_with_new_columns_equals_torchrl():
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_rows_written_without_the_added_column_hold_zeros(kind: str, tmp_path: Path):
-    buffer = _buffer(STORAGES[kind](tmp_path))
-    buffer.extend(_rows(0, CAPACITY))
-    buffer["advantage"] = torch.ones(CAPACITY, 1)
-    buffer["agent", "value"] = torch.ones(CAPACITY, 2, dtype=torch.int16)
-    buffer.extend(_rows(50, 3))
-    buffer.add(_rows(60, 1)[0])
-    buffer.extend([_rows(70, 1)[0], _rows(71, 1)[0]])
-    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [1] * 6
-    assert buffer["agent", "value"][:, 0].tolist() == [0] * 6 + [1] * 6
-    whole = _rows(80, 2)
-    whole["advantage"] = torch.full((2, 1), 7.0)
-    buffer.extend(whole)  # without the other one
-    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
-    assert buffer["agent", "value"][:, 0].tolist() == [0] * 8 + [1] * 4
-    # An edit keeps what it is not given.
-    buffer[8:10] = _rows(90, 2)
-    buffer[11] = _rows(92, 1)[0]
-    assert buffer["advantage"].flatten().tolist() == [0] * 6 + [7] * 2 + [1] * 4
-    assert buffer["id"].tolist()[8:] == [90, 91, 10, 92]
-    refuses(SchemaError, "advantage", buffer.extend, whole.set("advantage", torch.zeros(2)))
-    buffer.empty()
-    buffer.extend(_rows(0, 2))
-    assert not buffer["advantage"].any()
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
 def test_rows_prepared_before_the_added_column_hold_zeros(kind: str, tmp_path: Path):
     """Another thread may add one between the check of rows and their write."""
     buffer = _buffer(STORAGES[kind](tmp_path))
@@ -282,18 +255,45 @@ def test_added_columns_of_deduplicated_rows_equal_dense_rows(kind: str, seed: in
                 assert bool((mapped[:] == dense[:]).all())
 
 
-def test_random_edits_and_saves_equal_a_numpy_model(tmp_path: Path):
-    """Ring, edits, columns, saves in turn; numpy holds what there should be."""
-    chance = random.Random(5)
-    buffer = _buffer(LazyMemmapStorage(CAPACITY))
+WRITES: dict[str, Callable[[ReplayBuffer, TensorDict], Any]] = {
+    "extend": lambda rb, rows: rb.extend(rows),
+    "add": lambda rb, rows: [rb.add(row) for row in rows.unbind(0)],
+    "list": lambda rb, rows: rb.extend(list(rows.unbind(0))),
+}
+
+
+def _restored(buffer: ReplayBuffer, how: str, folder: Path) -> ReplayBuffer:
+    if how == "copy":
+        return copy.deepcopy(buffer)
+    loaded = _buffer(LazyTensorStorage(CAPACITY))
+    if how == "state_dict":
+        loaded.load_state_dict(buffer.state_dict())
+    else:
+        buffer.dumps(folder)
+        loaded.loads(folder, mmap=how == "mmap")
+    return loaded
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_random_edits_and_saves_equal_a_numpy_model(kind: str, tmp_path: Path):
+    """Ring, edits, columns, saves in turn; numpy holds what there should be.
+
+    Rows without an added column hold zeros there, and an edit keeps what it is not given.
+    """
+    chance = random.Random(kind)
+    buffer = _buffer(STORAGES[kind](tmp_path))
     model: dict[Any, np.ndarray] = {}
+    added = {"a": 1, "b": 130, ("c", "d"): 2}
     cursor = length = number = 0
     for turn in range(200):
-        move = chance.choice(["extend", "column", "edit", "load"])
+        move = chance.choice(["extend", "extend", "column", "edit", "rows", "load", "empty"])
         if move == "extend":
             rows = _rows(number, count := chance.choice([1, 4, 9]))
             number += count
-            buffer.extend(rows)
+            for key in added.keys() & model.keys():
+                if chance.random() < 0.5:
+                    rows[key] = torch.full((count, added[key]), float(turn))
+            WRITES[chance.choice(list(WRITES))](buffer, rows)
             given = {key: rows[key].numpy() for key in rows.keys(True, True)}
             for key, values in given.items():
                 model.setdefault(key, np.zeros((CAPACITY, *values.shape[1:]), values.dtype))
@@ -302,11 +302,10 @@ def test_random_edits_and_saves_equal_a_numpy_model(tmp_path: Path):
                     column[cursor] = given[key][row] if key in given else 0
                 cursor, length = (cursor + 1) % CAPACITY, min(length + 1, CAPACITY)
         elif length and move == "column":
-            key = chance.choice(["a", "b", ("c", "d")])
-            size = {"a": 1, "b": 130, ("c", "d"): 2}[key]
-            values = np.random.default_rng(turn).random((length, size)).astype(np.float32)
+            key = chance.choice(list(added))
+            values = np.random.default_rng(turn).random((length, added[key])).astype(np.float32)
             buffer[key] = torch.from_numpy(values)
-            column = model.setdefault(key, np.zeros((CAPACITY, size), np.float32))
+            column = model.setdefault(key, np.zeros((CAPACITY, added[key]), np.float32))
             column[:length] = values
         elif length and move == "edit":
             slots = sorted(chance.sample(range(length), min(3, length)))
@@ -314,11 +313,18 @@ def test_random_edits_and_saves_equal_a_numpy_model(tmp_path: Path):
             values = np.roll(model[key][slots], 1, 0)
             buffer.set_at_(key, torch.from_numpy(values), slots)
             model[key][slots] = values
-        elif length:
-            buffer.dumps(tmp_path / "saved")
-            mapped = chance.random() < 0.5
-            buffer = _buffer(LazyTensorStorage(CAPACITY))
-            buffer.loads(tmp_path / "saved", mmap=mapped)
+        elif length and move == "rows":
+            slots = chance.sample(range(length), min(2, length))
+            rows = _rows(1000 + turn, len(slots))
+            buffer[slots] = rows
+            for key in rows.keys(True, True):
+                model[key][slots] = rows[key].numpy()
+        elif length and move == "load":
+            how = chance.choice(["dumps", "mmap", "state_dict", "copy"])
+            buffer = _restored(buffer, how, tmp_path / "saved")
+        elif move == "empty" and chance.random() < 0.3:
+            buffer.empty()
+            cursor = length = 0
         if length:
             found = buffer[:]
             assert set(found.keys(True, True)) == set(model)
@@ -330,29 +336,6 @@ def test_random_edits_and_saves_equal_a_numpy_model(tmp_path: Path):
 
 
 # -- saving ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-@pytest.mark.parametrize("by", ["dumps", "mmap", "state_dict", "copy"])
-def test_loaded_buffer_keeps_and_extends_added_columns(by: str, kind: str, tmp_path: Path):
-    buffer = _buffer(STORAGES[kind](tmp_path))
-    buffer.extend(_rows(0, 7))
-    buffer["advantage"] = _advantage(buffer[:])
-    loaded = _buffer(LazyTensorStorage(CAPACITY))
-    if by == "state_dict":
-        loaded.load_state_dict(buffer.state_dict())
-    elif by == "copy":
-        loaded = copy.deepcopy(buffer)
-    else:
-        buffer.dumps(tmp_path / "saved")
-        loaded.loads(tmp_path / "saved", mmap=by == "mmap")
-    assert _is_consistent(loaded[:])
-    assert _is_consistent(loaded.sample())
-    loaded.extend(_rows(7, 3))
-    assert loaded["advantage"].flatten().tolist() == [*_advantage(_rows(0, 7)).flatten(), 0, 0, 0]
-    loaded["other"] = torch.arange(10)
-    assert loaded["other"].tolist() == list(range(10))
-    assert buffer["id"].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
