@@ -133,6 +133,28 @@ class CountingSampler(SamplerWithoutReplacement):
         return super().sample(storage, batch_size)
 
 
+class Turning(Sampler):
+    """Draws rows in turn, and knows where it is; it may refuse to take a state."""
+
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__()
+        self.at, self.failing = 0, failing
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        found = torch.arange(self.at, self.at + batch_size) % len(storage)
+        self.at += batch_size
+        return found, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.at = state_dict["at"]
+        if self.failing:
+            raise ConnectionError("sampler")
+
+
 class PrioritisedSampler(Sampler):
     """The least that a sampler with priorities is: one number per element, draws by weight."""
 

@@ -61,18 +61,6 @@ def zeros(count: int) -> torch.Tensor:
 # -- the rules ------------------------------------------------------------------------------------
 
 
-def test_a_patch_keeps_the_identity_of_a_record():
-    buffer = tracked()
-    for number in range(3):
-        result = buffer.update_if_present(
-            index=torch.tensor([3]), generation=zeros(1), patch={"x": torch.tensor([number + 0.5])}
-        )
-        assert result.updated.tolist() == [True]
-        assert buffer["x"][3] == number + 0.5
-    assert buffer.writer.generations_of(torch.tensor([3])).tolist() == [0]
-    assert (buffer.write_count, len(buffer)) == (5, 5)
-
-
 @pytest.mark.parametrize("empty", [False, True])
 def test_slots_without_a_record_are_stale(empty: bool):
     buffer = tracked(filled=3)
@@ -259,11 +247,6 @@ def test_a_patch_is_a_mapping(patch: Any):
     with pytest.raises(TypeError, match="patch as a mapping"):
         buffer.update_if_present(index=zeros(1), generation=zeros(1), patch=patch)
     assert buffer["x"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_arguments_are_keywords_only():
-    with pytest.raises(TypeError):
-        tracked().update_if_present(zeros(1), zeros(1), {"x": torch.ones(1)})  # type: ignore[misc]
 
 
 @pytest.mark.pitfall("TH2")

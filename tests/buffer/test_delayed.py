@@ -40,7 +40,7 @@ def test_delayed_components_are_made_at_first_use():
         made.append("storage")
         return LazyTensorStorage(3)
 
-    buffer = ReplayBuffer(storage=storage, delayed_init=True)
+    buffer = ReplayBuffer(storage=storage, delayed_init=True, batch_size=2, prefetch=2)
     assert not buffer.initialized
     assert "not initialized" in repr(buffer)
     assert buffer.stats() == {
@@ -52,6 +52,7 @@ def test_delayed_components_are_made_at_first_use():
     assert (buffer.initialized, made) == (False, [])
     buffer.extend(torch.arange(2))
     assert (buffer.initialized, made, len(buffer)) == (True, ["storage"], 2)
+    assert set(buffer.sample().tolist()) <= {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from replaykit import (
     SampleUnit,
     SliceSamplerWithoutReplacement,
 )
-from tests.buffer.building import CountingSampler, buffer_of, rows, same
+from tests.buffer.building import CountingSampler, Turning, buffer_of, rows, same
 from tests.support.refusals import refuses
 
 # -- transforms and draws --------------------------------------------------------------------------
@@ -123,12 +123,12 @@ def test_draw_error_is_raised_in_place_of_its_batch(prefetch: int):
 
 
 @pytest.mark.usefixtures("by_threads")
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int):
-    for _ in range(30):
+@pytest.mark.parametrize("prefetch", [None, 1, 3])
+def test_an_empty_buffer_works_as_soon_as_there_are_rows(prefetch: int | None):
+    for _ in range(10):
         buffer = buffer_of(sampler="ordered", batch_size=2, prefetch=prefetch)
-        for _ in range(2):
-            refuses(RuntimeError, "empty storage", buffer.sample)
+        for call in (buffer.sample, buffer.next):
+            refuses(RuntimeError, "empty storage", call)
         buffer.extend(rows(3))
         assert [batch["id"].tolist() for batch in buffer] == [[0, 1], [2]]
 
@@ -459,31 +459,23 @@ def test_sampler_without_token_gets_its_rows_back(kind: Any) -> None:
     assert buffer.sampler.left == list(range(2, 12))
 
 
-class _InTurn(Sampler):
+class _Tempered(Turning):
     """Draws rows in turn, at a temperature that the user sets."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.at = 1.0, 0
-        self.order = torch.arange(12)
-
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        at = torch.arange(self.at, self.at + batch_size) % len(storage)
-        self.at += batch_size
-        return self.order[at], {}
+    temperature = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"temperature": self.temperature, "at": self.at, "order": [self.order.clone()]}
+        own = {"temperature": self.temperature, "order": [torch.arange(12)]}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.temperature, self.at = state_dict["temperature"], state_dict["at"]
-        self.order = state_dict["order"][0]
+        super().load_state_dict(state_dict)
+        self.temperature = state_dict["temperature"]
 
 
 def test_save_keeps_the_values_that_the_user_has_set(tmp_path: Path) -> None:
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(12), sampler=_InTurn(), batch_size=2, prefetch=2
+        storage=LazyTensorStorage(12), sampler=_Tempered(), batch_size=2, prefetch=2
     )
     buffer.extend(torch.arange(12))
     assert buffer.sample().tolist() == [0, 1]

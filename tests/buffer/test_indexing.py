@@ -114,16 +114,6 @@ def test_indexing_an_empty_buffer_raises_an_error():
         buffer_of("list")[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("index", [slice(2, 2), [], torch.zeros(0, dtype=torch.int64)])
-def test_empty_index_gives_an_empty_batch(kind: str, index: Any):
-    buffer = buffer_of(kind)
-    buffer.extend(rows(3))
-    found = buffer[index]
-    assert found.batch_size == (0,)
-    assert set(found.keys(True, True)) == set(buffer[:].keys(True, True))
-
-
 def test_list_storage_refuses_a_two_dimensional_index():
     buffer = buffer_of("list")
     buffer.extend(rows(3))

@@ -5,29 +5,10 @@ from __future__ import annotations
 import pytest
 
 from replaykit import SamplerWithoutReplacement
-from tests.buffer.building import buffer_of, rows, same, snapshot
+from tests.buffer.building import buffer_of
 from tests.support.refusals import refuses
 
 KINDS = ["list", "lazy_stack", "tensor", "memmap"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_can_sample_predicts_success_of_sample(kind: str, prefetch: int | None):
-    for sampler, enough in (("random", 1), ("without", 1), ("drop_last", 3)):
-        buffer = buffer_of(kind, sampler=sampler, batch_size=3, prefetch=prefetch, seed=1)
-        for stored in range(5):
-            before = snapshot(buffer)
-            assert buffer.can_sample() is (stored >= enough)
-            assert buffer.can_sample(3) is buffer.can_sample()
-            if prefetch is None:  # else threads draw ahead meanwhile
-                same(before, snapshot(buffer))
-            if stored >= enough:
-                buffer.sample()
-            else:
-                with pytest.raises((RuntimeError, ValueError)):
-                    buffer.sample()
-            buffer.extend(rows(1, stored))
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
@@ -82,25 +63,3 @@ def test_iteration_needs_a_batch_size():
     buffer = buffer_of(filled=2)
     for call in (lambda: iter(buffer), buffer.next):
         refuses(RuntimeError, "batch_size", call)
-
-
-def test_an_error_does_not_end_an_iteration():
-    buffer = buffer_of(sampler="ordered", batch_size=2)
-    for _ in range(2):
-        refuses(RuntimeError, "empty storage", buffer.next)
-    buffer.extend(rows(3))
-    assert [buffer.next()["id"].tolist() for _ in range(2)] == [[0, 1], [2]]
-    assert buffer.next() is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_added_rows_restart_a_pass_but_overwritten_rows_do_not(kind: str):
-    buffer = buffer_of(kind, 8, filled=6, sampler="ordered")
-    assert buffer.sample(4)["index"].tolist() == [0, 1, 2, 3]
-    buffer.extend(rows(1, 6))
-    assert buffer.sample(4)["index"].tolist() == [0, 1, 2, 3]
-    buffer.extend(rows(1, 7))
-    buffer.sample(6)
-    buffer.extend(rows(3, 8))
-    assert buffer.sample(4)["id"].tolist() == [6, 7]
-    assert buffer.sampler.ran_out

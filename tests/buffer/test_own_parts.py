@@ -22,7 +22,7 @@ from replaykit import (
     Storage,
     TensorDictMaxValueWriter,
 )
-from tests.buffer.building import buffer_of, unchanged
+from tests.buffer.building import Turning, buffer_of, unchanged
 from tests.support.refusals import refuses
 
 
@@ -95,17 +95,8 @@ def test_copies_do_not_share_writers_and_samplers():
 # -- a sampler of one's own -----------------------------------------------------------------------
 
 
-class Cyclic(Sampler):
+class Cyclic(Turning):
     """Its state is a plain dictionary that knows nothing of kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at = 0
-
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        index = (torch.arange(batch_size) + self.at) % len(storage)
-        self.at += batch_size
-        return index, {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -128,9 +119,9 @@ def test_custom_sampler_resumes_from_its_saved_state(way: str, tmp_path: Path):
         other.load_state_dict(state)
     assert [other.sample().tolist() for _ in range(3)] == [[2, 3], [4, 5], [0, 1]]
     for target in (make(), make(sampler=SamplerWithoutReplacement())):
-        refuses(ValueError, "got 'Cyclic'", target.load_state_dict, state)
+        refuses(ValueError, "got 'Turning'", target.load_state_dict, state)
         assert len(target) == 0
-    with pytest.raises(ValueError, match="expected the state of a 'Cyclic' sampler"):
+    with pytest.raises(ValueError, match="expected the state of a 'Turning' sampler"):
         make(sampler=Cyclic()).load_state_dict(make().state_dict())
 
 
@@ -174,21 +165,17 @@ class Seven(Six):
         self.rows.clear()
 
 
-def test_failed_empty_of_a_storage_keeps_its_rows():
-    buffer = ReplayBuffer(storage=Six(4), batch_size=2)
-    buffer.extend(torch.ones(4))
-    refuses(NotImplementedError, r"Six cannot be emptied.*clear\(self\)", buffer.empty)
-    assert (len(buffer), buffer.write_count) == (4, 4)
-    assert buffer.sample().tolist() == [1, 1]
-
-
-def test_custom_storage_can_be_emptied():
-    buffer = ReplayBuffer(storage=Seven(4), batch_size=2)
-    buffer.extend(torch.ones(4))
-    buffer.empty()
-    assert len(buffer) == 0
-    buffer.extend(torch.full((1,), 5.0))
-    assert buffer.sample().tolist() == [5, 5]
+def test_a_custom_storage_is_emptied_if_it_can_be():
+    kept, emptied = (ReplayBuffer(storage=kind(4), batch_size=2) for kind in (Six, Seven))
+    for buffer in (kept, emptied):
+        buffer.extend(torch.ones(4))
+    refuses(NotImplementedError, r"Six cannot be emptied.*clear\(self\)", kept.empty)
+    assert (len(kept), kept.write_count) == (4, 4)
+    assert kept.sample().tolist() == [1, 1]
+    emptied.empty()
+    assert len(emptied) == 0
+    emptied.extend(torch.full((1,), 5.0))
+    assert emptied.sample().tolist() == [5, 5]
 
 
 # -- draws -----------------------------------------------------------------------------------------

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from replaykit import (
     ImmutableDatasetWriter,
-    LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
     RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorStorage,
 )
 from replaykit.storages.memory import by_value, from_value
 from tests import effort
@@ -103,19 +99,6 @@ def test_states_before_the_first_row_are_copied_too(how: str):
     closed = buffer_of(filled=3, batch_size=2, prefetch=2)
     closed.shutdown()
     refuses(RuntimeError, "shut down", COPIES[how](closed).sample)
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_keep_every_kind_of_writer(how: str):
-    largest = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("r"))
-    largest.extend(TensorDict({"r": torch.tensor([5.0, 1.0, 3.0])}, [3]))
-    copied = COPIES[how](largest)
-    assert copied.add(TensorDict({"r": torch.tensor(2.0)}, [])) == 1
-    fixed = ReplayBuffer(storage=TensorStorage(rows(3)), writer=ImmutableDatasetWriter())
-    refuses(RuntimeError, "writing", COPIES[how](fixed).extend, rows(1))
-    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    lanes.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
-    assert COPIES[how](lanes)["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.pitfall("TH2")

@@ -22,7 +22,6 @@ from tensordict import TensorDict
 from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -314,27 +313,6 @@ def test_large_batches_are_left_to_threads(
 
 
 @pytest.mark.pitfall("RD2")
-@pytest.mark.parametrize("prefetch", range(9))
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 10, 11])
-def test_a_pass_has_every_row_once(prefetch: int, batch_size: int):
-    """RD2: rows were lost or repeated, for depths 0..8 and sizes that do not divide."""
-    buffer = buffer_of(filled=10, sampler="without", batch_size=batch_size, prefetch=prefetch)
-    for _ in range(4):
-        assert sorted(i for batch in buffer for i in batch["id"].tolist()) == list(range(10))
-
-
-def test_slow_batches_are_delivered_in_order():
-    def slow_at_first(data: Any) -> Any:
-        time.sleep(0.03 if int(data["id"][0]) % 4 == 0 else 0)
-        return data
-
-    buffer = buffer_of(
-        max_size=24, filled=24, sampler="ordered", batch_size=2, prefetch=4, transform=slow_at_first
-    )
-    assert [batch["id"][0].item() for batch in buffer] == list(range(0, 24, 2))
-
-
-@pytest.mark.pitfall("RD2")
 @pytest.mark.parametrize("prefetch", [1, 4, 8])
 def test_draws_never_reach_past_the_end_of_a_pass(prefetch: int):
     """RD2: 10 rows in batches of 4 are three draws, however deep the queue is."""
@@ -363,43 +341,6 @@ def test_the_queue_is_filled_up_and_no_further(prefetch: int):
         assert buffer.stats()["prefetch_queue_size"] == prefetch
 
 
-@pytest.mark.pitfall("RD1")
-@pytest.mark.parametrize("sampler", ["random", "without"])
-def test_another_batch_size_is_served_directly(sampler: str):
-    """RD1, E12: a queued batch of the wrong size was returned."""
-    buffer = buffer_of(max_size=100, filled=100, sampler=sampler, batch_size=3, prefetch=3, seed=0)
-    seen: list[int] = []
-    for size in (3, 5, 3, None, 1, 20, 3, 2):
-        batch = buffer.sample(size)
-        assert len(batch) == (size or 3)
-        seen += batch["id"].tolist()
-    if sampler == "without":
-        assert len(set(seen)) == len(seen) == 40
-        seen += [i for batch in buffer for i in batch["id"].tolist()]
-        assert sorted(seen) == list(range(100))
-
-
-def test_batches_may_predate_writes_by_no_more_than_the_depth():
-    depth = 3
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=4, prefetch=depth)
-    oldest = 0
-    for step in range(60):
-        buffer.extend(torch.full((4,), step))
-        values = buffer.sample().unique().tolist()
-        assert len(values) == 1, "a batch was read while it was written"
-        assert step - depth <= values[0] <= step
-        oldest = max(oldest, step - values[0])
-    assert oldest >= 1
-
-
-def test_a_delayed_buffer_prefetches_too():
-    buffer = ReplayBuffer(
-        storage=lambda: ListStorage(5), batch_size=2, prefetch=2, delayed_init=True
-    )
-    buffer.extend([1, 2, 3])
-    assert set(buffer.sample().tolist()) <= {1, 2, 3}
-
-
 # -- changes while batches are prepared -----------------------------------------------------------
 
 
@@ -421,22 +362,6 @@ def test_a_transform_that_is_added_applies_to_the_next_batch(prefetch: int):
     assert [batch["id"].tolist() for batch in buffer] == [[2006, 2007], [2008, 2009]]
     assert buffer["id"].tolist() == [i + 2000 for i in range(10)]
     assert buffer.storage[:]["id"].tolist() == list(range(10))
-
-
-@pytest.mark.parametrize("wait", [0.0, 0.01])
-def test_draws_kept_for_later_keep_their_order_through_saves(wait: float):
-    """What is left of the kept draws comes after those that the queue has taken from them."""
-    seen: list[int] = []
-    buffer = buffer_of(max_size=40, filled=40, sampler="ordered", batch_size=2, prefetch=4)
-    for depth in (4, 1, 3, 2, 4, 1, 2):
-        seen += buffer.sample()["id"].tolist()
-        time.sleep(wait)
-        state = buffer.state_dict()
-        buffer = buffer_of(max_size=40, sampler="ordered", batch_size=2, prefetch=depth)
-        buffer.load_state_dict(state)
-        seen += buffer.sample()["id"].tolist()
-        buffer.append_transform(lambda data: data)
-    assert seen == list(range(28))
 
 
 def test_draw_that_is_made_again_has_the_current_generations():
@@ -472,22 +397,6 @@ def test_draws_are_dropped_with_their_rows():
     two.extend(rows(1, 50))
     for _ in range(3):
         assert one.sample()["id"].tolist() == [50]
-
-
-@pytest.mark.parametrize("prefetch", [1, 4])
-def test_outdated_prefetched_batches_are_dropped(prefetch: int):
-    buffer = buffer_of(filled=8, sampler="ordered", batch_size=2, prefetch=prefetch)
-    buffer.sample()
-    buffer.empty()
-    buffer.extend(rows(4, 20))
-    assert buffer.sample()["id"].tolist() == [20, 21]
-    buffer.set_storage(storage_of("list", 5))
-    buffer.extend(rows(3, 30))
-    assert buffer.sample()["id"].tolist() == [30, 31]
-    buffer.set_sampler(SamplerWithoutReplacement(shuffle=False))
-    assert buffer.sample()["id"].tolist() == [30, 31]
-    buffer.load_state_dict(buffer.state_dict())
-    assert buffer.sample()["id"].tolist() == [32]
 
 
 # -- the core's own arguments ---------------------------------------------------------------------

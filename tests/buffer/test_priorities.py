@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,11 @@ from tensordict import TensorClass, TensorDict
 from replaykit import (
     LazyStackStorage,
     LazyTensorStorage,
-    RandomSampler,
     ReplayBuffer,
-    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
 )
 from tests.buffer.building import (
     PrioritisedSampler,
-    buffer_of,
     priorities,
     prioritised,
     rows,
@@ -165,22 +161,6 @@ def test_priorities_of_the_wrong_shape_are_found_before_anything_is_stored():
     unchanged(lanes, ValueError, lambda: lanes.extend(bad))
 
 
-def test_a_batch_longer_than_the_buffer_leaves_the_priorities_of_its_last_rows():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3), sampler=PrioritisedSampler())
-    buffer.extend(data(*map(float, range(1, 9))))
-    assert priorities(buffer) == {0: 7.0, 1: 8.0, 2: 6.0}
-
-
-def test_refused_rows_get_no_priority():
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(3),
-        sampler=PrioritisedSampler(),
-        writer=TensorDictMaxValueWriter("x"),
-    )
-    buffer.extend(TensorDict({"x": torch.tensor([1.0, 5.0, 2.0, 3.0, 0.0])}, [5]))
-    assert set(priorities(buffer)) - {-1} == {0, 1, 2}
-
-
 # -- with other components ------------------------------------------------------------------------
 
 
@@ -213,13 +193,6 @@ def test_rows_written_by_another_buffer_get_the_default():
     assert priorities(one) == {0: 1.0, 1: 6.0, 2: 1.0}
 
 
-def test_the_base_sampler_has_no_priorities():
-    sampler = RandomSampler()
-    assert (sampler.prioritized, sampler.default_priority) == (False, 1.0)
-    with pytest.warns(UserWarning, match="no priorities"):
-        sampler.update_priority(torch.tensor([0]), torch.tensor([1.0]))
-
-
 # -- from learners ---------------------------------------------------------------------------------
 
 
@@ -234,28 +207,6 @@ def filled() -> Callable[..., ReplayBuffer]:
         return buffer
 
     return make
-
-
-@pytest.mark.pitfall("PR6")
-def test_samples_carry_generations_and_stale_updates_are_dropped(filled: Any):
-    """PR6, D3, E4: priorities written back to a slot that was overwritten went to the new row."""
-    buffer = filled(10)
-    batch = buffer.sample(30)
-    assert batch["index_generation"].tolist() == [0] * 30
-    assert batch["priority_weight"].shape == (30,)
-    buffer.extend(TensorDict({"x": torch.arange(4)}, [4]))
-    batch["td_error"] = torch.full((30,), 9.0)
-    buffer.update_tensordict_priority(batch)
-    seen = set(batch["index"].tolist())
-    assert priorities(buffer) == {
-        slot: 9.0 if slot in seen and slot > 3 else 1.0 for slot in range(10)
-    }
-    info = buffer.sample(4, return_info=True)[1]
-    buffer.extend(TensorDict({"x": torch.arange(10)}, [10]))
-    buffer.update_priority(info["index"], torch.ones(4) * 5, generation=info["index_generation"])
-    assert set(priorities(buffer).values()) == {1.0}
-    buffer.update_priority(info["index"], torch.ones(4) * 5)  # whatever is there now
-    assert {priorities(buffer)[i] for i in info["index"].tolist()} == {5.0}
 
 
 @pytest.mark.parametrize("how", ["update_priority", "update_tensordict_priority"])
@@ -278,16 +229,6 @@ def test_a_missing_priority_key_is_an_error(filled: Any):
     batch = batch.set("td_error", torch.ones(3)).exclude("index")
     unchanged(buffer, KeyError, lambda: buffer.update_priority(batch), "index")
     assert buffer.sampler.calls == []
-
-
-@pytest.mark.pitfall("PR2")
-@pytest.mark.parametrize("wrong", [float("nan"), -0.5, float("inf")])
-def test_a_bad_priority_in_a_sample_is_refused(wrong: float, filled: Any):
-    """PR2: nothing has changed."""
-    buffer = filled()
-    batch = buffer.sample(3).set("td_error", torch.tensor([1.0, 1.0, wrong]))
-    unchanged(buffer, ValueError, lambda: buffer.update_tensordict_priority(batch), "finite")
-    assert set(priorities(buffer).values()) == {1.0}
 
 
 @pytest.mark.parametrize("stack_dim", [None, 0, 1])
@@ -340,20 +281,6 @@ def test_a_single_slot_can_be_given_a_priority(filled: Any):
     buffer.update_priority(torch.tensor([4]), torch.tensor([[9.0]]))
     buffer.mark_update(torch.tensor([0]))
     assert [priorities(buffer)[slot] for slot in (0, 3, 4)] == [1.0, 8.0, 9.0]
-
-
-@pytest.mark.pitfall("PR11")
-def test_without_priorities_updates_warn_or_do_nothing():
-    """PR11: a learner that always gives priorities back needs no special case."""
-    buffer = buffer_of(filled=5)
-    with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
-        buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
-    with pytest.warns(UserWarning, match="RandomSampler has no priorities"):
-        buffer.update_priority(buffer.sample(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.update_tensordict_priority(buffer.sample(2))
-        buffer.mark_update(torch.tensor([0]))
 
 
 def test_update_with_a_dict_batch_names_the_right_call() -> None:

@@ -116,24 +116,6 @@ def test_checkpoints_are_interchangeable(source: Any, target: Any, tmp_path: Pat
 # -- the learner's loop ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["update_tensordict_priority", "update_priority", "by hand"])
-def test_learner_loop_keeps_priorities_equal_to_a_model(how: str) -> None:
-    buffer = make(size=20, batch_size=16)
-    expected, largest = torch.zeros(20), 1.0
-    for step in range(30):
-        expected[buffer.extend(rows(3, 3 * step))] = largest
-        batch = buffer.sample()
-        assert torch.equal(buffer[:]["x"][batch["index"]], batch["x"])
-        error = batch["x"] % 7 + 0.5
-        if how == "by hand":
-            buffer.update_priority(batch["index"], error, generation=batch["index_generation"])
-        else:
-            getattr(buffer, how)(batch.set("td_error", error[:, None]))
-        expected[batch["index"]] = error
-        largest = max(largest, error.max().item())
-        assert raw(buffer) == expected[: len(buffer)].tolist()
-
-
 @pytest.mark.pitfall("PR10")
 @pytest.mark.parametrize("wrong", [1e39, float("nan"), -1.0])
 def test_priorities_in_the_data_are_checked_before_rows_are_stored(wrong: float) -> None:

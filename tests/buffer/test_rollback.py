@@ -17,12 +17,11 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
-    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    Storage,
 )
+from tests.buffer.building import Turning
 
 ROWS = 30
 SAMPLERS: dict[str, Any] = {
@@ -100,18 +99,6 @@ def test_state_after_a_shutdown_is_that_of_a_buffer_without_prefetch(kind: str) 
     ahead.shutdown()
     for name in ("_sampler", "_rng"):
         assert equal(ahead.state_dict()[name], plain.state_dict()[name])
-
-
-@pytest.mark.parametrize("kind", ["pass", "slice pass"])
-def test_writes_after_the_draws_end_the_pass_as_without_prefetch(kind: str) -> None:
-    ahead, plain = make(SAMPLERS[kind], 3, filled=20), make(SAMPLERS[kind], None, filled=20)
-    for turn in range(10):
-        assert ahead.sample()["id"].equal(plain.sample()["id"])
-        if not turn:
-            for buffer in (ahead, plain):
-                buffer.extend(rows(20, 5))  # after the draws
-        assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
-    ahead.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["pass", "slice pass", "sequential"])
@@ -206,26 +193,6 @@ def test_a_failed_load_keeps_the_pass(kind: str, monkeypatch: pytest.MonkeyPatch
     assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
     assert ahead.sample()["index"].equal(plain.sample()["index"]) or kind == "slice pass"
     ahead.shutdown()
-
-
-class Turning(Sampler):
-    """Draws the rows in turn, and knows where it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at = 0
-
-    def sample(self, storage: Storage, batch_size: int) -> Any:
-        found = torch.arange(self.at, self.at + batch_size) % len(storage)
-        self.at += batch_size
-        return found, {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "at": self.at}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.at = state_dict["at"]
 
 
 def test_custom_samplers_go_back_by_their_state() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import multiprocessing
 import os
-import pickle
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,7 @@ from replaykit import (
 )
 from replaykit.storages import shared_storage
 from tests.prepared import python
-from tests.storages.sharing import another, shown
+from tests.storages.sharing import another
 from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -131,25 +128,6 @@ def test_folder_in_use_is_refused_and_a_free_one_is_accepted(tmp_path: Path) -> 
 # -- what others see ------------------------------------------------------------------------------
 
 
-def test_counts_are_seen_without_a_draw() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    other = another(buffer)
-    assert (len(other), other.write_count, other.shared) == (0, 0, True)
-    buffer.extend(rows(0, 13))
-    assert (len(other), other.write_count, other.stats()["size"]) == (10, 13, 10)
-    other.add(rows(13, 1)[0])
-    assert (len(buffer), buffer.write_count) == (10, 14)
-    assert buffer["number"].tolist() == [*range(10, 14), *range(4, 10)]
-
-
-def test_rows_that_do_not_fit_those_of_another_process_are_refused() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    other = another(buffer)
-    buffer.extend(rows(0, 2))
-    refuses(ValueError, "number", other.extend, TensorDict({"x": torch.zeros(2)}, [2]))
-    assert len(buffer) == len(other) == 2
-
-
 def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10),
@@ -164,25 +142,6 @@ def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
     sampler: Any = buffer.sampler
     assert len(buffer) == 4
     assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 3, 5]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
-def test_copies_of_a_shared_buffer_are_independent(copied: Callable[[Any], ReplayBuffer]) -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(10),
-        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
-        shared=True,
-    )
-    buffer.extend(rows(0, 3))
-    own = copied(buffer)
-    before = shown(buffer)
-    own.extend(rows(3, 4))
-    own.update_priority(torch.tensor([0]), torch.tensor([9.0]))
-    assert (own.shared, len(own), len(buffer)) == (False, 7, 3)
-    assert shown(buffer) == before
-    buffer.extend(rows(50, 1))
-    assert own["number"].tolist() == list(range(7))
-    assert own.storage.recovery is None
 
 
 LARGE = """
@@ -265,18 +224,6 @@ def test_a_save_while_another_process_writes_is_of_one_instant(tmp_path: Path) -
         writer.join(60)
     assert writer.exitcode == 0
     assert len(counts) > 1
-
-
-def test_all_processes_see_a_load(tmp_path: Path) -> None:
-    plain = ReplayBuffer(storage=LazyTensorStorage(10))
-    plain.extend(rows(100, 13))
-    plain.dumps(tmp_path / "saved")
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    other = another(buffer)
-    other.extend(rows(0, 5))
-    buffer.loads(tmp_path / "saved")
-    assert other["number"].tolist() == buffer["number"].tolist() == plain["number"].tolist()
-    assert other.write_count == 13
 
 
 # -- folders that go ------------------------------------------------------------------------------

@@ -120,18 +120,6 @@ def test_later_changes_do_not_reach_a_state_nor_the_other_way(kind: str, prefetc
     )
 
 
-@pytest.mark.parametrize("state", ["uninitialised", "emptied"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_without_rows_can_be_taken_and_loaded(kind: str, state: str):
-    buffer = buffer_of(kind, 8, filled=3 if state == "emptied" else 0)
-    if state == "emptied":
-        buffer.empty()
-    other = buffer_of(kind, 8, filled=5)
-    other.load_state_dict(buffer.state_dict())
-    assert (len(other), other.write_count) == (0, 0)
-    assert other.extend(rows(2)).tolist() == [0, 1]
-
-
 def test_smaller_capacity_warns_once():
     buffer = buffer_of("tensor", 8, filled=8)
     with pytest.warns(UserWarning, match="5 rows") as caught:

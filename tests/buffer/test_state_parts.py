@@ -19,14 +19,12 @@ from replaykit import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
-    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    Storage,
     TensorDictMaxValueWriter,
 )
-from tests.buffer.building import buffer_of, rows, unchanged
+from tests.buffer.building import Turning, buffer_of, rows, unchanged
 from tests.support.refusals import refuses
 
 
@@ -49,27 +47,6 @@ class Scale:
         self.calls = state["calls"]
         if self.failing:
             raise ConnectionError("transform")
-
-
-class Turning(Sampler):
-    """A sampler with state, which may refuse to take it."""
-
-    def __init__(self, failing: bool = False) -> None:
-        super().__init__()
-        self.turn, self.failing = 0, failing
-
-    def sample(self, storage: Storage, batch_size: int) -> Any:
-        self.turn += 1
-        return (torch.arange(batch_size) + self.turn) % len(storage), {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "turn": self.turn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.turn = state["turn"]
-        if self.failing:
-            raise ConnectionError("sampler")
 
 
 @pytest.mark.pitfall("CK15")
@@ -157,7 +134,7 @@ def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
     buffer.sampler.failing = buffer.transform[0].failing = False
     load()
     assert torch.equal(buffer[:]["observation"], source[:]["observation"])
-    assert (len(buffer), buffer.sampler.turn) == (6, 1)
+    assert (len(buffer), buffer.sampler.at) == (6, 2)
 
 
 @pytest.mark.pitfall("CK10")

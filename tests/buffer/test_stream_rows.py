@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -35,62 +33,6 @@ def write(rb: ReplayBuffer, lanes: list[int], *times: int) -> None:
     for t in times:
         env = torch.tensor(lanes)
         rb.extend(TensorDict({"env": env, "t": torch.full_like(env, t)}, [len(lanes)]))
-
-
-def test_rows_leave_the_queue_oldest_first() -> None:
-    rb, lanes = make(), [1, 2, 3, 5, 6]
-    write(rb, lanes, *range(2, 10))
-    assert [rb.take(1)["t"].flatten().tolist() for _ in range(2)] == [[6] * 5, [7] * 5]
-    assert rb.take(1, [2, 1])["t"].tolist() == [[8], [8]]
-    taken = rb.take(1)
-    assert taken["t"].flatten().tolist() == [9, 9, 8, 8, 8]
-    assert taken["env"].flatten().tolist() == lanes
-    for args in ((1, lanes), (1, [1])):
-        with pytest.raises((NotEnoughData, IndexError)):
-            rb.take(*args)
-    assert len(rb) == 3
-    rb = make()
-    write(rb, lanes, *range(5, 10))
-    assert rb.take(2)["t"].tolist() == [[6, 7]] * 5
-    assert rb.take(2)["t"].tolist() == [[8, 9]] * 5  # across the seam
-    write(rb, lanes, 1, 2, 3)
-    before = rb.storage.ledger.next_position
-    assert rb.remove_oldest(2, lane=[1, 6]) == 4
-    assert rb.remove_oldest(9, lane=5) == 3
-    assert rb.storage.ledger.next_position == before
-    assert sorted(rb[:]["t"].tolist()) == [1, 1, 2, 2, 3, 3, 3, 3]
-    rb.empty(lane=2)
-    assert sorted(rb[:]["env"].tolist()) == [1, 3, 3, 3, 6]
-    assert [len(e.rows()) for e in rb.episodes] == [1, 3, 1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_programs_match_queues(seed: int) -> None:
-    rng, rb = np.random.default_rng(seed), make(5)
-    model: dict[int, list[int]] = defaultdict(list)
-    for step in range(150):
-        lanes = rng.choice(8, int(rng.integers(1, 5)), replace=False).tolist()
-        if rng.random() < 0.6:
-            write(rb, lanes, step)
-            for lane in lanes:
-                model[lane] = [*model[lane], step][-5:]
-        else:
-            known = [lane for lane in lanes if model[lane]]
-            n = int(rng.integers(1, 4))
-            if known and all(len(model[lane]) >= n for lane in known) and rng.random() < 0.5:
-                wanted = [model[lane][:n] for lane in known]
-                assert rb.take(n, known)["t"].tolist() == wanted
-            elif known:
-                rb.remove_oldest(n, lane=known)
-            else:
-                continue
-            for lane in known:
-                model[lane] = model[lane][n:]
-        stored: dict[int, list[int]] = defaultdict(list)
-        for episode in rb.episodes if len(rb) else ():
-            rows = episode.rows()
-            stored[int(rows["env"][0])] += rows["t"].tolist()
-        assert stored == {lane: rows for lane, rows in model.items() if rows}
 
 
 def test_a_call_waits_for_rows_and_ends_when_the_buffer_closes() -> None:

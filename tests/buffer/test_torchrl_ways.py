@@ -530,14 +530,6 @@ def test_arguments_can_be_read_and_named_as_in_torchrl() -> None:
             part.checkpointer = "other"  # type: ignore[assignment]
 
 
-def test_stats_omit_the_capacity_of_a_delayed_storage() -> None:
-    rb = ReplayBuffer(storage=lambda: LazyTensorStorage(7), delayed_init=True)
-    assert not {"capacity", "utilization"} & rb.stats().keys()
-    assert not rb.initialized
-    rb.extend(torch.zeros(2))
-    assert (rb.stats()["capacity"], rb.stats()["size"]) == (7, 2)
-
-
 def test_write_all_explains_values_that_are_not_batches() -> None:
     tensors = ReplayBuffer(storage=LazyTensorStorage(5))
     tensors.extend(torch.zeros(3))
@@ -551,11 +543,8 @@ def test_write_all_explains_values_that_are_not_batches() -> None:
     refuses(ValueError, r"one shape of rows, got \[2\] and \[3\]", lambda: objects[:])
 
 
-def test_share_of_an_emptied_buffer_explains_the_refusal(tmp_path: Path) -> None:
+def test_share_of_an_emptied_buffer_explains_the_refusal() -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(32))
     rb.extend(torch.zeros(1))
     rb.empty()
     refuses(ValueError, r"never written to.*emptied.*make a new buffer", rb.share, True)
-    refuses(ValueError, "give a scratch_dir", LazyMemmapStorage, 20, auto_cleanup=False)
-    with pytest.raises(ValueError, match="leave scratch_dir out"):
-        LazyMemmapStorage(20, auto_cleanup=True, scratch_dir=tmp_path)
