@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -81,24 +79,6 @@ def require_rebuilt(memory: Callable[[Any], tuple[bytes, bytes]]) -> Callable[[A
         assert before == memory(tree)
 
     return check
-
-
-class Oracle:
-    """Search by cumulative sums of Python floats, exact for weights that are small integers."""
-
-    def __init__(self, weights: list[float]) -> None:
-        self.weights = weights
-        self.sums = list(accumulate(weights))
-        self.total = self.sums[-1]
-        self.last = max((i for i, w in enumerate(weights) if w > 0), default=-1)
-
-    def find(self, x: float) -> int:
-        return self.last if x >= self.total else bisect.bisect_right(self.sums, x)
-
-
-@pytest.fixture
-def oracle() -> Callable[[torch.Tensor], Oracle]:
-    return lambda leaves: Oracle(leaves.tolist())
 
 
 @pytest.fixture

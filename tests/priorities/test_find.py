@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +10,15 @@ import torch
 from replaykit import SumSegmentTree
 from replaykit.errors import EmptyDistributionError
 
-SIZES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513]
-SIZES += [1023, 1024, 1025, 4095, 4096, 4097]
 F64 = torch.float64
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("capacity", [*SIZES, 100_003])
-def test_integer_weights_are_found_exactly(
-    kernel: str, capacity: int, dtype: torch.dtype, oracle: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize(
+    "capacity", [1, 2, 7, 8, 9, 63, 64, 65, 127, 511, 512, 513, 4096, 4097, 100_003]
+)
+def test_integer_weights_are_found_exactly(kernel: str, capacity: int, dtype: torch.dtype) -> None:
     """All sums are exact, so every boundary and every middle has one right answer."""
     generator = torch.Generator().manual_seed(capacity)
     weights = torch.randint(0, 1025, (capacity,), generator=generator).to(dtype)
@@ -30,35 +26,20 @@ def test_integer_weights_are_found_exactly(
     weights[capacity // 2] = 3
     tree = SumSegmentTree(capacity, dtype=dtype)
     tree.load(weights)
-    expected = oracle(weights)
-    assert tree.total == expected.total == tree.reduce()
-    sums = torch.tensor([0.0, *expected.sums], dtype=F64)
+    ends = weights.to(F64).cumsum(0)
+    assert tree.total == ends[-1] == tree.reduce()
+    sums = torch.cat([torch.zeros(1, dtype=F64), ends])
     if capacity > 5000:
         sums = sums[torch.randperm(len(sums), generator=generator)[:5000]]
     x = torch.cat([sums, sums + 0.5, (sums - 0.5).clamp(min=0)])
-    x = x[x <= expected.total]
+    x = x[x <= tree.total]
     found = tree.find_prefix(x)
     assert found.dtype == torch.int64
-    assert found.tolist() == [expected.find(value) for value in x.tolist()]
+    expected = torch.searchsorted(ends, x, right=True)
+    assert torch.equal(found, expected.minimum(weights.nonzero().max()))
     index, weight = tree.find(x)
     assert index.tolist() == found.tolist()
     assert (weight.dtype, weight.tolist()) == (F64, weights[index].tolist())
-
-
-@pytest.mark.parametrize("capacity", [3, 65, 513, 4097, 100_003])
-def test_arbitrary_weights_are_found_away_from_boundaries(
-    kernel: str, capacity: int, random_tree: Callable[..., SumSegmentTree]
-) -> None:
-    tree = random_tree(capacity, seed=capacity)
-    sums = tree.leaves.to(F64).cumsum(0)
-    x = torch.rand(20_000, dtype=F64, generator=torch.Generator().manual_seed(1)) * tree.total
-    expected = torch.searchsorted(sums, x, right=True)
-    near = (
-        (sums[None, (expected - 1).clamp(min=0)][0] - x).abs().minimum((sums[expected] - x).abs())
-    )
-    clear = near > 1e-12 * tree.total
-    assert int(clear.sum()) > 19_900
-    assert torch.equal(tree.find_prefix(x)[clear], expected[clear])
 
 
 def test_find_prefix_returns_the_first_slot_whose_sum_exceeds(kernel: str) -> None:
@@ -72,21 +53,6 @@ def test_find_prefix_returns_the_first_slot_whose_sum_exceeds(kernel: str) -> No
     assert tree.find_prefix(torch.empty(0)).tolist() == []
     strided = torch.tensor([0.0, 9.0, 2.0, 9.0], dtype=F64)[::2]
     assert tree.find_prefix(strided).tolist() == [1, 3]
-
-
-@pytest.mark.parametrize("capacity", [1, 8, 9, 65, 600])
-def test_the_only_positive_slot_is_always_found(kernel: str, capacity: int) -> None:
-    """Each slot in turn; at zero, below and at the total, above it, at infinity."""
-    tree = SumSegmentTree(capacity)
-    for slot in range(capacity):
-        tree.clear()
-        tree[slot] = 3e-38
-        total = tree.total
-        x = [0.0, total / 2, math.nextafter(total, 0), total, math.nextafter(total, 1), 1.0]
-        index, weight = tree.find(torch.tensor([*x, math.inf], dtype=F64))
-        assert set(index.tolist()) == {slot}
-        assert set(weight.tolist()) == {total}
-        assert tree.find_prefix(total) == slot
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -113,17 +79,6 @@ def test_a_zero_weight_is_never_found(kernel: str, capacity: int, dtype: torch.d
         assert tree.find_prefix(tree.total) == last == int(index[-1])
 
 
-def test_search_for_the_total_finds_the_last_positive_slot(kernel: str) -> None:
-    """The total and the prefixes are added in different orders."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        tree = SumSegmentTree(64)
-        tree.load((torch.rand(64, generator=generator) * 40 - 20).exp())
-        tree[63] = 1e-30
-        assert tree.find_prefix(tree.total) == 63
-        assert tree.find(torch.tensor([tree.total], dtype=F64))[0].tolist() == [63]
-
-
 @pytest.mark.parametrize("bad", [math.nan, -1.0, -1e-300, math.inf, 3.0000001])
 @pytest.mark.parametrize("position", [0, 1, 99])
 def test_values_outside_the_total_are_refused(kernel: str, bad: float, position: int) -> None:
@@ -141,17 +96,6 @@ def test_values_outside_the_total_are_refused(kernel: str, bad: float, position:
             tree.find(x)
     else:
         assert int(tree.find(x)[0][position]) == 2
-
-
-def test_other_shapes_and_kinds_are_refused(kernel: str) -> None:
-    tree = SumSegmentTree(4)
-    tree.fill(1)
-    with pytest.raises(ValueError, match=r"expected values of shape \[K\], got \[2, 2\]"):
-        tree.find_prefix(torch.ones(2, 2, dtype=F64))
-    with pytest.raises(TypeError, match=r"real numbers, got torch\.complex64"):
-        tree.find_prefix(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"got torch\.bool"):
-        tree.find_prefix(torch.ones(2, dtype=torch.bool))
 
 
 def test_in_a_tree_of_zeros_there_is_nothing_to_find(kernel: str) -> None:

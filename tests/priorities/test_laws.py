@@ -169,20 +169,6 @@ def test_the_last_stratum_never_leaves_the_tree(
         assert set(weight.tolist()) == {1.0}
 
 
-def test_importance_weights_make_the_mean_unbiased(kernel: str) -> None:
-    """The mean of f / (n P) over draws is the plain mean of f, within five standard errors."""
-    generator = torch.Generator().manual_seed(17)
-    weights = spread(5000, 1.5, generator).float()
-    tree = SumSegmentTree(5000)
-    tree.load(weights)
-    f = torch.rand(5000, dtype=F64, generator=generator)
-    index, weight = tree.draw(400_000, generator=generator)
-    ratio = f[index] * tree.total / (5000 * weight)
-    error = float(ratio.std()) / math.sqrt(len(ratio))
-    assert float(ratio.mean()) == pytest.approx(float(f.mean()), abs=5 * error)
-    assert error < 0.003
-
-
 @pytest.mark.pitfall("PR5")
 def test_draws_come_from_torchs_generators_only(kernel: str) -> None:
     """PR5: one seed, one sequence; without a generator the global one, and none of NumPy's."""

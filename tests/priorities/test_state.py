@@ -27,25 +27,32 @@ def filled(tree_class: Any, capacity: int, dtype: torch.dtype) -> Any:
     return tree
 
 
+def _through_a_file(tree: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tree.state_dict(), file)
+    file.seek(0)
+    other = type(tree)(tree.capacity, dtype=tree.dtype)
+    other.fill(3)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
 @pytest.mark.parametrize("tree_class", TREES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [1, 9, 700])
-def test_a_restored_tree_is_the_same_bits(
+def test_restored_trees_and_copies_are_the_same_bits_and_independent(
     kernel: str, tree_class: Any, dtype: torch.dtype, capacity: int, memory: Memory
 ) -> None:
     tree = filled(tree_class, capacity, dtype)
-    state = tree.state_dict()
-    assert list(state) == ["leaves"]
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    other = tree_class(capacity, dtype=dtype)
-    other.fill(3)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert memory(other) == memory(tree)
-    other.clear()
-    other.load(tree.leaves)
-    assert memory(other) == memory(tree)
+    assert list(tree.state_dict()) == ["leaves"]
+    before = memory(tree)
+    copies = (copy.deepcopy(tree), copy.copy(tree), pickle.loads(pickle.dumps(tree)))
+    for other in (*copies, _through_a_file(tree)):
+        assert type(other) is tree_class
+        assert memory(other) == before
+        other.update([capacity - 1], 100.0)
+        other.update([capacity - 1], -0.0)
+        assert memory(tree) == before
 
 
 def test_returned_leaves_are_copies(kernel: str, memory: Memory) -> None:
@@ -75,18 +82,6 @@ def test_states_that_do_not_fit_are_refused(kernel: str, memory: Memory) -> None
     with pytest.raises(KeyError, match="expected the key 'leaves', got"):
         tree.load_state_dict({"nodes": 1})
     assert memory(tree) == before
-
-
-@pytest.mark.parametrize("tree_class", TREES)
-def test_copies_of_a_tree_are_independent(kernel: str, tree_class: Any, memory: Memory) -> None:
-    tree = filled(tree_class, 300, torch.float64)
-    before = memory(tree)
-    for other in (copy.deepcopy(tree), copy.copy(tree), pickle.loads(pickle.dumps(tree))):
-        assert type(other) is tree_class
-        assert memory(other) == before
-        other.update([3], 100.0)
-        other.update([3], -0.0)
-        assert memory(tree) == before
 
 
 def test_a_tree_from_another_machine_takes_the_kernel_that_is_there(

@@ -16,21 +16,6 @@ TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
 DTYPES = [torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("count", [4, 300, 4096])
-@pytest.mark.parametrize("tree_class", TREES)
-def test_last_of_equal_indices_wins(
-    kernel: str, tree_class: Any, count: int, require_rebuilt: Callable[[Any], None]
-) -> None:
-    tree = tree_class(1000)
-    generator = torch.Generator().manual_seed(count)
-    index = torch.tensor([5, 700, 998])[torch.randint(0, 3, (count,), generator=generator)]
-    value = torch.arange(1.0, count + 1)
-    tree.update(index, value)
-    for slot in (5, 700, 998):
-        assert tree[slot] == float((index == slot).nonzero().max()) + 1
-    require_rebuilt(tree)
-
-
 INDICES: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.tensor([3, 1]),
     "int32": lambda: torch.tensor([3, 1], dtype=torch.int32),
@@ -57,6 +42,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     },
     "strided": lambda: torch.tensor([7.0, 9.0, 2.0, 9.0])[::2],
     "gradient": lambda: torch.tensor([7.0, 2.0], requires_grad=True),
+    "lazy negative sign": lambda: torch.tensor([1 - 7j, 1 - 2j]).conj().imag,
     "list": lambda: [7, 2],
     "numpy": lambda: np.array([7.0, 2.0]),
 }
@@ -96,33 +82,6 @@ def test_single_value_is_set_for_many_slots(kernel: str) -> None:
     assert tree.total == 1.5
     tree.clear()
     assert (tree.total, tree.leaves.tolist()) == (0, [0] * 6)
-
-
-def test_update_takes_a_value_with_a_lazy_negative_sign(kernel: str) -> None:
-    value = torch.tensor([1 - 2j]).conj().imag
-    assert value.is_neg()
-    tree = SumSegmentTree(3)
-    tree.update(torch.tensor([1]), value)
-    assert tree[1] == 2
-
-
-@pytest.mark.parametrize("tree_class", TREES)
-@pytest.mark.parametrize("capacity", [1, 7, 64, 65, 515])
-def test_update_range_equals_updates_by_index(
-    kernel: str, tree_class: Any, capacity: int, memory: Callable[[Any], Any]
-) -> None:
-    generator = torch.Generator().manual_seed(capacity)
-    for dtype in DTYPES:
-        one, other = tree_class(capacity, dtype=dtype), tree_class(capacity, dtype=dtype)
-        for _ in range(60):
-            start, end = sorted(torch.randint(0, capacity + 1, (2,), generator=generator).tolist())
-            value = torch.rand(end - start, generator=generator, dtype=torch.float64)
-            one.update_range(start, value)
-            other.update(torch.arange(start, end), value)
-            assert memory(one) == memory(other)
-            one.update_range(start, 0.25, end - start)
-            other.update(range(start, end), 0.25)
-            assert memory(one) == memory(other)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -197,21 +156,33 @@ def test_an_index_outside_changes_nothing(
     assert memory(tree) == before
 
 
-def test_the_first_offender_is_named(kernel: str) -> None:
-    tree = SumSegmentTree(10)
-    index, value = torch.tensor([1, 2, 30, 40]), torch.tensor([1.0, 2.0, -3.0, 4.0])
-    with pytest.raises(IndexError, match="got 30 at position 2"):
-        tree.update(index, value)
-    value[1] = math.nan
-    with pytest.raises(ValueError, match="got nan at position 1"):
-        tree.update(index, value)
-
-
-def test_wrong_shapes_and_dtypes_are_refused(kernel: str, memory: Callable[[Any], Any]) -> None:
-    tree = SumSegmentTree(10)
+def test_refusals_have_the_same_words_for_all_kernels(
+    kernel: str, memory: Callable[[Any], Any]
+) -> None:
+    """The first offender is named, and of one position its index."""
+    tree, least = SumSegmentTree(10), MinSegmentTree(10)
+    tree.fill(0.1)
     before = memory(tree)
     three = torch.arange(3)
+    bad, out = torch.tensor([1.0, -0.1, -3.0]), torch.tensor([1, 30, 2])
+    starts, F64 = torch.tensor([0, 5]), torch.float64
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, r"\[0, .*\], got -0.1.* at position 1$", lambda: tree.update(three, bad)),
+        (ValueError, r"got -0.1.* at position 1$", lambda: tree.update(three, bad.to(F64))),
+        (ValueError, r"got -0.1.* at position 1$", lambda: tree.update_range(3, bad)),
+        (ValueError, "got -2.0 at position 0$", lambda: tree.load(torch.full((10,), -2.0))),
+        (ValueError, "numbers, got nan", lambda: least.update(three, bad / 0 * 0)),
+        (IndexError, r"\[0, 10\), got 30 at position 1$", lambda: tree.update(out, bad)),
+        (ValueError, r"got -0.1.* at position 1$", lambda: tree.update(out[[0, 2, 1]], bad)),
+        (IndexError, r"\[0, 10\), got 30 at position 1$", lambda: tree[out]),
+        (ValueError, "got -0.1.* at position 1$", lambda: tree.find_prefix(bad.to(F64))),
+        (ValueError, "total, got 1.5 at position 1$", lambda: tree.find_prefix(three * 1.5)),
+        (ValueError, "at least 0, got -0.1.* at position 1$", lambda: tree.find(bad.to(F64))),
+        (ValueError, r"shape \[K\], got \[2, 2\]", lambda: tree.find_prefix(torch.ones(2, 2))),
+        (TypeError, "real numbers, got torch.complex64", lambda: tree.find_prefix(bad + 0j)),
+        (TypeError, "got torch.bool", lambda: tree.find_prefix(bad > 0)),
+        (ValueError, r"got \[5, 4\)", lambda: tree.reduce(starts, torch.tensor([4, 4]))),
+        (IndexError, r"got \[5, 101\)", lambda: tree.reduce(starts, torch.tensor([4, 101]))),
         (TypeError, "integers, got torch.float32", lambda: tree.update(torch.ones(3), 1)),
         (TypeError, "integers, got torch.bool", lambda: tree.update([True, False], 1)),
         (ValueError, r"shape \[K\], got \[3, 1\]", lambda: tree.update(three[:, None], 1)),
