@@ -6,20 +6,20 @@ and those to ``meta``, which has shapes and no values.
 
 from __future__ import annotations
 
-import collections
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, to_device
 from replaykit.structure import raw_bytes
 from replaykit.transfer import _ALONE_BYTES, _move_packed, _moved, is_plain
+from tests.support.containers import containers, described
 
 
 class Moves:
@@ -204,89 +204,28 @@ def test_tensors_already_on_the_device_stay_the_same_objects() -> None:
 # -- containers -----------------------------------------------------------------------------------
 
 
-@tensorclass
-class _Point:
-    x: torch.Tensor
-    y: torch.Tensor
-    label: str
-
-
-class _Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def _containers() -> dict[str, Any]:
-    rows = {"x": torch.rand(2, 3), "n": {"y": torch.arange(2)}}
-    return {
-        "tensor": torch.rand(3),
-        "tensordict": TensorDict(rows, [2], names=["time"]),
-        "locked": TensorDict(rows, [2]).lock_(),
-        "with objects": TensorDict({**rows, "s": NonTensorData("text", batch_size=[2])}, [2]),
-        "tensorclass": _Point(x=torch.rand(2), y=torch.rand(2), label="a", batch_size=[2]),
-        "ragged": LazyStackedTensorDict(
-            TensorDict({"x": torch.rand(3)}, []), TensorDict({"x": torch.rand(4)}, [])
-        ),
-        "ragged inside": TensorDict(
-            {
-                "r": LazyStackedTensorDict(
-                    TensorDict({"x": torch.rand(3)}, []), TensorDict({"x": torch.rand(4)}, [])
-                )
-            },
-            [2],
-        ),
-        "pytree": {"a": [torch.rand(2), None, "text"], 3: _Pair((torch.rand(1), 4.5), {})},
-        "ordered": collections.OrderedDict(b=torch.rand(2), a=torch.rand(1)),
-        "default": collections.defaultdict(list, b=torch.rand(2)),
-        "empty": TensorDict({}, [4]),
-        "nothing": [],
-    }
-
-
-def _described(data: Any, device: str | None = None) -> Any:
-    """Kinds, keys and shapes; ``device`` is asserted of every tensor."""
-    if isinstance(data, torch.Tensor):
-        assert device is None or data.device.type == device
-        return (data.dtype, tuple(data.shape), data.stride())
-    if isinstance(data, LazyStackedTensorDict):
-        return "stack", data.stack_dim, [_described(row, device) for row in data.tensordicts]
-    if isinstance(data, _Point):
-        return "point", _described(data.x, device), _described(data.y, device), data.label
-    if isinstance(data, TensorDict):
-        assert device is None or data.device.type == device
-        items = [(key, _described(value, device)) for key, value in data._tensordict.items()]
-        return "tensordict", data.batch_size, data.names, items
-    if isinstance(data, NonTensorData):
-        return "object", data.data
-    if isinstance(data, dict):
-        return type(data), [(key, _described(value, device)) for key, value in data.items()]
-    if isinstance(data, (list, tuple)):
-        return type(data), [_described(value, device) for value in data]
-    return data
-
-
-@pytest.mark.parametrize("name", _containers())
+@pytest.mark.parametrize("name", containers())
 def test_containers_arrive_as_they_are(name: str) -> None:
-    data = _containers()[name]
-    before, kept = _described(data, "cpu" if name == "tensor" else None), copy.copy(data)
+    data = containers()[name]
+    before, kept = described(data, "cpu" if name == "tensor" else None), copy.copy(data)
     moved = to_device(data, "meta")
     assert type(moved) is type(data)
-    assert _described(moved, "meta") == before
-    assert _described(data) == _described(kept) == before
+    assert described(moved, "meta") == before
+    assert described(data) == described(kept) == before
 
 
 @pytest.mark.parametrize("name", ["tensordict", "tensorclass", "ragged", "ragged inside", "pytree"])
 def test_all_tensors_of_a_container_go_in_one_move(name: str, fingerprint: Any) -> None:
-    data = _containers()[name]
+    data = containers()[name]
     moved, sizes = _move(data)
     assert len(sizes) == 1
     if "ragged" not in name:  # whose rows have no values in common to look at
         assert fingerprint(moved) == fingerprint(data)
-    assert _described(moved) == _described(data)
+    assert described(moved) == described(data)
 
 
 def test_a_factory_of_defaults_stays_with_its_dict() -> None:
-    moved = to_device(_containers()["default"], "meta")
+    moved = to_device(containers()["default"], "meta")
     assert moved["new"] == []
 
 
@@ -304,12 +243,12 @@ def test_values_move_to_an_accelerator_and_back(
     device: Any, non_blocking: bool, fingerprint: Any
 ) -> None:
     for name in ("tensordict", "tensorclass", "pytree", "with objects"):
-        data = _containers()[name]
+        data = containers()[name]
         there = to_device(data, device, non_blocking=non_blocking)
         torch.cuda.synchronize()
-        assert _described(there, "cuda") == _described(data)
+        assert described(there, "cuda") == described(data)
         back = to_device(there, "cpu")
-        assert _described(back, "cpu") == _described(data)
+        assert described(back, "cpu") == described(data)
         if name != "pytree":
             assert torch.equal(
                 raw_bytes(back.x if name == "tensorclass" else back["x"]),
