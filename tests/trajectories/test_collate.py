@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from replaykit import ListStorage, ReplayBuffer, join_trajectories, pad_collate
+from replaykit import join_trajectories, pad_collate
 from tests.support.refusals import refuses
 
 
@@ -283,30 +283,6 @@ def test_jagged_leaves_share_their_offsets() -> None:
     assert both.values().squeeze(-1).tolist() == [
         2.5 * row for item in items for row in range(1, len(item) + 1)
     ]
-
-
-# In a buffer
-
-
-@pytest.mark.parametrize("layout", ["padded", "jagged"])
-def test_a_buffer_of_trajectories(layout: str) -> None:
-    lengths = [2, 5, 3, 4]
-    rb = ReplayBuffer(
-        storage=ListStorage(4),
-        batch_size=6,
-        collate_fn=lambda items: pad_collate(items, layout=layout),
-        generator=torch.Generator().manual_seed(0),
-    )
-    rb.extend([trajectory(n, start=10 * i) for i, n in enumerate(lengths)])
-    data, info = rb.sample(return_info=True)
-    drawn = [lengths[i] for i in info["index"].tolist()]
-    if layout == "jagged":
-        assert data["lengths"].tolist() == drawn
-        first = [part[0, 0].item() for part in data["action"].unbind()]
-    else:
-        assert data["mask"].sum(1).tolist() == drawn
-        first = data["action"][:, 0, 0].tolist()
-    assert first == [10 * i + 1 for i in info["index"].tolist()]
 
 
 @pytest.mark.parametrize("place", [lambda: torch.device("meta"), torch.inference_mode])
