@@ -82,6 +82,15 @@ def same(left: Any, right: Any) -> bool:
     return keys == set(right.keys(True, True)) and all(left[k].equal(right[k]) for k in keys)
 
 
+def arrived(staging: Staging, engine: LateEngine, data: Any) -> Any:
+    """Move data and look at it when it has arrived."""
+    there, arrival = staging.move(data)
+    assert arrival is not None
+    arrival.order()
+    engine.look(arrival)
+    return there
+
+
 def sent(staging: Staging, numbers: range) -> list[tuple[Any, Arrival | None]]:
     return [staging.move(batch(number)) for number in numbers]
 
@@ -117,11 +126,8 @@ def test_a_batch_goes_in_one_copy_and_is_one_memory_there() -> None:
     engine = LateEngine()
     staging = Staging(engine, 2)
     large = {"image": torch.rand(64, 3, 64, 64), "small": torch.rand(64, 2), "flag": torch.ones(64)}
-    there, arrival = staging.move((TensorDict(large, [64]), {"index": torch.arange(64)}))
+    there = arrived(staging, engine, (TensorDict(large, [64]), {"index": torch.arange(64)}))
     assert engine.events == 1
-    assert arrival is not None
-    arrival.order()
-    engine.look(arrival)
     leaves = [*there[0].values(), there[1]["index"]]
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
     assert all(there[0][name].equal(value) for name, value in large.items())
@@ -133,11 +139,7 @@ def test_buffers_grow_with_the_batches_and_stay() -> None:
     engine = LateEngine()
     staging = Staging(engine, 1)
     for rows in (8, 20_000, 8, 20_000, 9_000):
-        there, arrival = staging.move(batch(1, rows))
-        assert arrival is not None
-        arrival.order()
-        engine.look(arrival)
-        assert same(there, batch(1, rows))
+        assert same(arrived(staging, engine, batch(1, rows)), batch(1, rows))
     assert len(engine.pinnings) == 2
 
 
@@ -146,12 +148,8 @@ def test_sparse_and_gradient_tensors_are_moved_separately() -> None:
     staging = Staging(engine, 1)
     plain, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
     grown = torch.ones(3, requires_grad=True) * 2
-    moved, arrival = staging.move(
-        {"a": plain, "b": sparse, "c": grown, "d": "text", "e": plain[:0]}
-    )
-    assert arrival is not None
-    arrival.order()
-    engine.look(arrival)
+    given = {"a": plain, "b": sparse, "c": grown, "d": "text", "e": plain[:0]}
+    moved = arrived(staging, engine, given)
     assert moved["a"].equal(plain)
     assert moved["b"].to_dense().equal(torch.eye(3))
     assert moved["c"].grad_fn is not None
@@ -192,13 +190,8 @@ def test_threads_share_the_buffers_and_hold_no_lock_while_they_wait() -> None:
 
     def work(first: int) -> None:
         try:
-            for number in range(first, first + 30):
-                there, arrival = staging.move(batch(number))
-                assert arrival is not None
-                arrival.order()
-                engine.look(arrival)
-                if not same(there, batch(number)):
-                    wrong.append(number)
+            for data in map(batch, range(first, first + 30)):
+                assert same(arrived(staging, engine, data), data)
         except BaseException as error:
             wrong.append(error)
 
