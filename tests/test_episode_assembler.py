@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from replaykit import EpisodeAssembler, LazyTensorStorage, ReplayBuffer, SliceSampler
 from replaykit.errors import BufferFull, SchemaError
+from tests.support.refusals import refuses
 
 
 def buffer(**storage: Any) -> ReplayBuffer:
@@ -145,13 +146,11 @@ def test_an_invalid_event_changes_nothing(events: dict[Any, Any], words: str) ->
     with pytest.raises((ValueError, TypeError, BufferFull), match=words):
         assembler.observe({**events, **begin("z")})
     for actions in ({"b": 1}, {"z": 1}, {"a": 0, "b": 1}):
-        with pytest.raises(ValueError, match="expected an observation"):
-            assembler.respond(actions)
+        refuses(ValueError, "expected an observation", assembler.respond, actions)
     assert len(assembler) == 2
     assembler.observe({"b": step(1, 5.0, terminated=True)})
     assert (rb[:]["action"].item(), rb[:]["next", "reward"].item()) == (4, 5)
-    with pytest.raises(ValueError, match="observe"):
-        assembler.add({"a": rb[0]})
+    refuses(ValueError, "observe", assembler.add, {"a": rb[0]})
     with pytest.raises(KeyError):
         assembler.add({"z": TensorDict({"x": torch.zeros(1)}, [])})
 
@@ -164,8 +163,7 @@ def test_a_refused_write_leaves_the_episode_open() -> None:
     assembler.respond({"b": 0})
     last = {"b": {"observation": torch.zeros(9), "reward": 1.0, "terminated": True}}
     for _ in range(2):
-        with pytest.raises(SchemaError, match="observation"):
-            assembler.observe(last)
+        refuses(SchemaError, "observation", assembler.observe, last)
     assert (len(rb), len(assembler)) == (1, 1)
 
 
@@ -187,5 +185,4 @@ def test_invalid_options_are_refused(options: dict[str, Any], error: type[Except
 
 def test_partial_rows_need_numbers_as_identities() -> None:
     assembler = EpisodeAssembler(buffer(lane_key="env"), visible="partial")
-    with pytest.raises(ValueError, match="an int as identity"):
-        run(assembler, "a", 1)
+    refuses(ValueError, "an int as identity", run, assembler, "a", 1)

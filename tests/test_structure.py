@@ -23,6 +23,7 @@ from replaykit.structure import (
     leaf_paths,
     map_leaves,
 )
+from tests.support.refusals import refuses
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -170,15 +171,13 @@ def test_a_plain_array_is_not_copied() -> None:
     ],
 )
 def test_flatten_refuses_a_non_tensor_and_names_its_path(value: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=rf"key \('a', 1\): .*{message}"):
-        flatten({"a": (torch.zeros(3), value)}, 1)
+    refuses(TypeError, rf"key \('a', 1\): .*{message}", flatten, {"a": (torch.zeros(3), value)}, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_nested_tensors_are_refused() -> None:
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(TypeError, match="nested tensor"):
-        flatten({"a": ragged}, 1)
+    refuses(TypeError, "nested tensor", flatten, {"a": ragged}, 1)
 
 
 def test_too_few_dimensions_are_named() -> None:
@@ -267,5 +266,4 @@ LEAF = {"kind": "tensor", "dtype": "float32", "shape": []}
 @pytest.mark.pitfall("CK7")
 def test_records_that_are_no_trees_are_refused(record: Any, message: str) -> None:
     """CK7: names are looked up among loaded classes of the right kind; nothing is run."""
-    with pytest.raises(ValueError, match=message):
-        from_json(record)
+    refuses(ValueError, message, from_json, record)

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 import replaykit
 from replaykit.errors import NoEpisodeColumns
+from tests.support.refusals import refuses
 from tests.torchrl_programs.plain_trees import PlainMin, PlainSum
 
 MODULES = (
@@ -280,8 +281,7 @@ def test_errors_show_records_as_their_users_made_them(records: Any, told: str) -
 def test_only_torchrl_wraps_a_storage_of_zero_rows() -> None:
     none = TensorDict({"x": torch.zeros(0)}, [0])
     assert len(Peer().TensorStorage(none)) == 0
-    with pytest.raises(ValueError, match="at least one row"):
-        replaykit.TensorStorage(none)
+    refuses(ValueError, "at least one row", replaykit.TensorStorage, none)
     rb = replaykit.ReplayBuffer(storage=replaykit.LazyTensorStorage(10))
     rb.extend(rows(3))
     assert rb.extend(rows(3)[:0]).tolist() == []

@@ -33,6 +33,7 @@ from replaykit.datasets import (
     RobosetExperienceReplay,
     VD4RLExperienceReplay,
 )
+from tests.support.refusals import refuses
 
 PRIORITY = {"alpha": 0.6, "beta": 0.4}
 
@@ -104,8 +105,7 @@ def test_every_keyword_of_a_data_set_of_torchrl_is_accepted_with_its_default(
         assert given.pop("totensor") is True
     for name in ("batch_size", "storage", "sampler", "writer"):
         given.pop(name, None)
-    with pytest.raises(FileNotFoundError, match="download=True"):
-        cls(dataset_id, 32, **given)
+    refuses(FileNotFoundError, "download=True", cls, dataset_id, 32, **given)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,7 @@ def test_keywords_of_one_data_set_are_unknown_to_another(tmp_path: Path) -> None
 def test_unsupported_keyword_value_names_the_alternative(
     cls: Any, given: dict[str, Any], instead: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^{cls.__name__} does not take .*{instead}"):
-        cls(**given)
+    refuses(ValueError, rf"^{cls.__name__} does not take .*{instead}", cls, **given)
 
 
 def public_classes() -> list[type]:
@@ -176,8 +175,7 @@ def test_error_for_an_unexpected_keyword_names_the_called_class(cls: type) -> No
     starts_ray = cls.__name__ == "RayReplayBuffer"
     if inspect.isabstract(cls) or vars(cls).get("_is_protocol") or starts_ray:
         pytest.skip("cannot be made so")
-    with pytest.raises(TypeError, match=rf"^{cls.__name__}[.(]"):
-        cls(no_such_keyword=1)
+    refuses(TypeError, rf"^{cls.__name__}[.(]", cls, no_such_keyword=1)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +218,7 @@ def test_methods_have_the_names_of_public_classes(cls: type) -> None:
 
 def test_error_for_a_method_argument_names_the_public_class() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    with pytest.raises(TypeError, match=r"^ReplayBuffer\.sample\(\) got an unexpected keyword"):
-        rb.sample(nothing=1)  # type: ignore[call-arg]
+    refuses(TypeError, r"^ReplayBuffer\.sample\(\) got an unexpected keyword", rb.sample, nothing=1)
     with pytest.raises(TypeError, match=r"^TensorStorage\.get\(\) got an unexpected keyword"):
         rb.storage.get(nothing=1)  # type: ignore[call-arg]
     assert pickle.loads(pickle.dumps(ReplayBuffer.sample)) is ReplayBuffer.sample
@@ -288,15 +285,13 @@ def test_share_refuses_unshareable_buffers_and_changes_nothing() -> None:
         (ahead, "prefetch=0"),
         (ReplayBuffer(storage=ListStorage(10)), "LazyTensorStorage"),
     ):
-        with pytest.raises(ValueError, match=what):
-            rb.share()
+        refuses(ValueError, what, rb.share)
         assert not rb.shared
         assert rb.share(False) is rb
     stored.extend(numbered(4, 8))
     assert stored[:]["x"].tolist() == list(range(8))
     shared = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
-    with pytest.raises(RuntimeError, match="stays shared"):
-        shared.share(False)
+    refuses(RuntimeError, "stays shared", shared.share, False)
 
 
 def test_share_keeps_the_pace_for_all_processes(forkserver: Any) -> None:
@@ -344,18 +339,15 @@ def test_cleanup_leaves_a_folder_that_was_given(tmp_path: Path) -> None:
     storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "rows", auto_cleanup=False)
     ReplayBuffer(storage=storage).extend(numbered(0, 10))
     before = sorted(os.listdir(tmp_path / "rows"))
-    with pytest.raises(RuntimeError, match=r"shutil\.rmtree"):
-        storage.cleanup()
+    refuses(RuntimeError, r"shutil\.rmtree", storage.cleanup)
     assert sorted(os.listdir(tmp_path / "rows")) == before != []
 
 
 def test_cleanup_waits_where_files_are_still_used() -> None:
     once = LazyMemmapStorage(100, dedup_next=True)
-    with pytest.raises(RuntimeError, match="dedup_next"):
-        once.cleanup()
+    refuses(RuntimeError, "dedup_next", once.cleanup)
     shared = ReplayBuffer(storage=LazyMemmapStorage(100), shared=True)
-    with pytest.raises(RuntimeError, match="other processes"):
-        shared.storage.cleanup()  # type: ignore[attr-defined]
+    refuses(RuntimeError, "other processes", shared.storage.cleanup)
 
 
 def test_auto_cleanup_requires_a_private_folder(tmp_path: Path) -> None:

@@ -56,12 +56,13 @@ def check_whole(data: Any) -> list[int]:
     return data["id"].tolist()
 
 
-_STORAGES: dict[str, Callable[..., Storage]] = {
+STORAGES: dict[str, Callable[..., Storage]] = {
     "list": ListStorage,
     "lazy_stack": LazyStackStorage,
     "tensor": LazyTensorStorage,
     "memmap": LazyMemmapStorage,
 }
+KINDS = list(STORAGES)
 
 
 _SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -81,7 +82,7 @@ _SAMPLERS: dict[str, Callable[[], Sampler]] = {
 
 
 def storage_of(kind: str, max_size: int = 10, **options: Any) -> Storage:
-    return _STORAGES[kind](max_size, **options)
+    return STORAGES[kind](max_size, **options)
 
 
 def sampler_of(kind: str) -> Sampler:

@@ -11,11 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LazyMemmapStorage,
-    LazyStackStorage,
     LazyTensorStorage,
     LinearScheduler,
-    ListStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -25,13 +22,8 @@ from replaykit import (
     SliceSampler,
     SumSegmentTree,
 )
+from tests.buffer.building import STORAGES
 
-STORAGES = {
-    "list": ListStorage,
-    "lazy_stack": LazyStackStorage,
-    "tensor": LazyTensorStorage,
-    "memmap": LazyMemmapStorage,
-}
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
     "passes": SamplerWithoutReplacement,

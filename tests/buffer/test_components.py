@@ -25,10 +25,16 @@ from replaykit import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
-from tests.buffer.building import buffer_of, check_whole, in_threads, rows, storage_of, unchanged
+from tests.buffer.building import (
+    KINDS,
+    buffer_of,
+    check_whole,
+    in_threads,
+    rows,
+    storage_of,
+    unchanged,
+)
 from tests.support.refusals import refuses
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 
 class Noting(Sampler):
@@ -150,8 +156,7 @@ def test_the_default_time_dimension_follows_the_storage():
     assert fixed.dim_extend == 0
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_storage_that_does_not_go_with_the_writer_is_refused(prefetch: int | None):
+def test_a_storage_that_does_not_go_with_the_writer_is_refused():
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(5),
         writer=TensorDictMaxValueWriter("r"),
@@ -229,8 +234,7 @@ def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None):
     assert sorted(seen) == list(range(10))
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_sampler_that_cannot_work_is_refused(prefetch: int | None):
+def test_a_sampler_that_cannot_work_is_refused():
     buffer = buffer_of(max_size=10, filled=10, sampler="ordered")
     buffer.sample(4)
     sampler = buffer.sampler

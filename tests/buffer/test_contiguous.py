@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorc
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 from replaykit.structure import contiguous
-from tests.buffer.building import buffer_of, check_whole, rows, same
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
+from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:
@@ -152,70 +149,3 @@ def test_sparse_tensors_and_non_tensors_stay_unchanged() -> None:
     found = contiguous(rows)
     assert found["t"].is_contiguous()
     assert (found["s"], found.names) == ("x", ["time"])
-
-
-_PROGRAM = """
-import hashlib, json, sys, torch
-from tensordict import TensorDict
-import replaykit as rk
-from replaykit.storages.row_kernels import NativeRows
-from replaykit.structure import raw_bytes
-
-if sys.argv[1] == "torch":
-    NativeRows.over = classmethod(lambda cls, columns: None)
-
-def rows(start, count):
-    ids = torch.arange(start, start + count)
-    column = ids[:, None]
-    return TensorDict({
-        "id": ids, "x": column + torch.tensor([0.1, 0.2, 0.3]),
-        "wide": column * 2.0 + torch.zeros(200), "flag": column % 3 == 0,
-        "z": torch.complex(column.double(), -column.double()), "empty": torch.zeros(count, 0),
-        "next": {"x": column[..., None].half() + torch.zeros(2, 2)},
-        "byte": (ids % 256).to(torch.uint8),
-    }, [count])
-
-def told(data):
-    found = {}
-    for key, value in sorted(data.items(True, True), key=str):
-        digest = hashlib.sha256(raw_bytes(value).numpy().tobytes()).hexdigest()
-        found[str(key)] = [str(value.dtype), list(value.shape), digest]
-    return found
-
-makers = {
-    "lazy": lambda: rk.LazyTensorStorage(20),
-    "memmap": lambda: rk.LazyMemmapStorage(20),
-    "wrapped": lambda: rk.TensorStorage(rows(500, 20)),
-    "list": lambda: rk.ListStorage(20),
-    "stack": lambda: rk.LazyStackStorage(20),
-}
-result = {}
-for name, make in makers.items():
-    for contiguous in (False, True):
-        rb = rk.ReplayBuffer(storage=make(), batch_size=9, contiguous=contiguous,
-                             generator=torch.Generator().manual_seed(5))
-        rb.extend(rows(0, 13)); rb.extend(rows(13, 12)); rb.add(rows(25, 1)[0])
-        rb.extend(rows(26, 3)[[2, 0]])
-        if name not in ("list", "stack"):
-            rb[4] = rows(99, 1)[0]
-            rb.storage.set(torch.tensor([7, 3]), rows(200, 2))
-        result[f"{name} {contiguous}"] = [told(rb.sample()) for _ in range(3)] + [told(rb[:])]
-for ndim in (2, 3):
-    storage = rk.LazyTensorStorage(24, ndim=ndim)
-    rb = rk.ReplayBuffer(storage=storage, batch_size=9, generator=torch.Generator().manual_seed(5))
-    data = rows(0, 24)
-    rb.extend(data.view(2, 12) if ndim == 2 else data.view(2, 2, 6))
-    rb.extend(data.view(2, 12)[:, :2].clone() if ndim == 2 else data.view(2, 2, 6)[:, :, 1:3])
-    result[f"lanes {ndim}"] = [told(rb.sample()) for _ in range(3)] + [told(rb[:])]
-print(json.dumps(result))
-"""
-
-
-@pytest.mark.programs
-def test_core_and_torch_gather_the_same_bits(run_python: Any) -> None:
-    by_core, by_torch = (json.loads(run_python(_PROGRAM, by).stdout) for by in ("core", "torch"))
-    assert by_core.keys() == by_torch.keys()
-    for name, found in by_core.items():
-        assert by_torch[name] == found, name
-    for name in ("lazy", "memmap", "wrapped"):
-        assert by_core[f"{name} True"] == by_core[f"{name} False"]

@@ -16,6 +16,7 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from tests.buffer.building import in_threads
+from tests.support.refusals import refuses
 
 
 def test_components_may_be_instances_or_factories():
@@ -115,8 +116,7 @@ def test_a_failing_factory_leaves_the_buffer_uninitialised_and_is_tried_again(na
 
     buffer = ReplayBuffer(**{**working, name: failing}, delayed_init=True)
     for _ in range(2):
-        with pytest.raises(ConnectionError, match="not yet"):
-            buffer.extend(torch.zeros(2))
+        refuses(ConnectionError, "not yet", buffer.extend, torch.zeros(2))
         assert not buffer.initialized
     buffer.extend(torch.ones(2))
     assert (len(buffer), buffer.initialized, len(attempts)) == (2, True, 3)

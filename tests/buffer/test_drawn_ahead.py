@@ -21,6 +21,7 @@ from replaykit import (
     StepCount,
     TrajectoryTransform,
 )
+from tests.buffer.building import same
 
 
 def rows(count: int, start: int = 0) -> TensorDict:
@@ -54,11 +55,6 @@ def filled_ahead(buffer: ReplayBuffer) -> None:
     assert buffer.stats()["prefetch_queue_size"] == 3
 
 
-def same(left: TensorDict, right: TensorDict) -> bool:
-    keys = set(left.keys(True, True))
-    return keys == set(right.keys(True, True)) and all(left[k].equal(right[k]) for k in keys)
-
-
 @pytest.mark.parametrize("way", ["directory", "dict", "pickle"])
 @pytest.mark.parametrize(
     ("sampler", "transform"),
@@ -85,7 +81,7 @@ def test_a_save_with_prefetched_batches_gives_the_same_batches(
     else:
         other = pickle.loads(pickle.dumps(buffer))
     for _ in range(6):
-        assert same(buffer.sample(), other.sample())
+        same(buffer.sample(), other.sample())
 
 
 def broken(batch: TensorDict, length: int) -> int:
@@ -108,28 +104,24 @@ def after_transform(buffer: ReplayBuffer) -> ReplayBuffer:
     return buffer.append_transform(StepCount())
 
 
-@pytest.mark.parametrize("kept", [after_load, after_transform])
-def test_slices_drawn_ahead_do_not_cross_the_seam_of_a_later_write(
-    kept: Callable[[ReplayBuffer], ReplayBuffer],
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"sampler": lambda: SliceSampler(slice_len=8)}, after_load),
+        ({"sampler": lambda: SliceSampler(slice_len=8)}, after_transform),
+        ({"sampler": RandomSampler, "sample_unit": Sequence(length=8)}, after_transform),
+    ],
+    ids=["loaded slices", "slices", "sequences"],
+)
+def test_windows_drawn_ahead_do_not_cross_the_seam_of_a_later_write(
+    options: dict[str, Any], kept: Callable[[ReplayBuffer], ReplayBuffer]
 ) -> None:
     crossed = 0
     for start in range(5, 100, 10):
-        buffer = make(lambda: SliceSampler(slice_len=8))
+        buffer = make(**options)
         buffer.extend(rows(100))
         filled_ahead(buffer)
         buffer = kept(buffer)
-        buffer.extend(rows(start, 100))
-        crossed += sum(broken(buffer.sample(), 8) for _ in range(3))
-    assert crossed == 0
-
-
-def test_sequences_drawn_ahead_do_not_cross_the_seam_of_a_later_write() -> None:
-    crossed = 0
-    for start in range(5, 100, 10):
-        buffer = make(RandomSampler, sample_unit=Sequence(length=8))
-        buffer.extend(rows(100))
-        filled_ahead(buffer)
-        buffer.append_transform(StepCount())
         buffer.extend(rows(start, 100))
         crossed += sum(broken(buffer.sample(), 8) for _ in range(3))
     assert crossed == 0

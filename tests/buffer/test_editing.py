@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
-from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged, wrapped
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
-
+from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same, unchanged, wrapped
 
 COLUMNS = ["tensor", "memmap"]
 

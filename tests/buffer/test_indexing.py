@@ -22,10 +22,7 @@ from replaykit import (
     StepCount,
     TensorStorage,
 )
-from tests.buffer.building import buffer_of, check_whole, rows, same, unchanged, wrapped
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
-
+from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same, unchanged, wrapped
 
 INDICES = {
     "int": 3,

@@ -8,8 +8,6 @@ from replaykit import SamplerWithoutReplacement
 from tests.buffer.building import buffer_of
 from tests.support.refusals import refuses
 
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
-
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])
 @pytest.mark.parametrize("drop_last", [False, True])

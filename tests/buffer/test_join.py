@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import subprocess
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from replaykit import (
     TensorDictPrioritizedReplayBuffer,
 )
 from replaykit.errors import CheckpointError
-from tests.prepared import python
 from tests.support.refusals import refuses
 
 pytest.importorskip("fcntl", reason="processes share files only on systems with flock")
@@ -65,36 +62,26 @@ def numbers(buffer: ReplayBuffer) -> list[int]:
     return found
 
 
-def run(code: str, *arguments: Any) -> str:
-    """Run a program in a process that is not related to this one; return what it prints."""
-    found = subprocess.run(
-        [*python(), "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert not found.returncode, found.stderr
-    return found.stdout.strip()
-
-
 WRITES = """
-    import sys, torch
-    from tensordict import TensorDict
-    from replaykit import PrioritizedSampler, ReplayBuffer
-    rb = ReplayBuffer.join(sys.argv[1], sampler=PrioritizedSampler(alpha=0.7, beta=0.5))
-    number = torch.arange(int(sys.argv[2]), int(sys.argv[3]))
-    rows = {"number": number, "next": {"done": number % 4 == 3}}
-    index = rb.extend(TensorDict(rows, [len(number)]))
-    rb.update_priority(index[:1], torch.tensor([7.0]))
-    print(rb[:]["number"].tolist(), rb.write_count)
+import sys, torch
+from tensordict import TensorDict
+from replaykit import PrioritizedSampler, ReplayBuffer
+rb = ReplayBuffer.join(sys.argv[1], sampler=PrioritizedSampler(alpha=0.7, beta=0.5))
+number = torch.arange(int(sys.argv[2]), int(sys.argv[3]))
+rows = {"number": number, "next": {"done": number % 4 == 3}}
+index = rb.extend(TensorDict(rows, [len(number)]))
+rb.update_priority(index[:1], torch.tensor([7.0]))
+print(rb[:]["number"].tolist(), rb.write_count)
 """
 
 
 @pytest.mark.parametrize("recover", [False, True])
-def test_unrelated_process_writes_rows_and_priorities(recover: bool, tmp_path: Path) -> None:
+def test_unrelated_process_writes_rows_and_priorities(
+    recover: bool, tmp_path: Path, run_python: Any
+) -> None:
     buffer = new_buffer(tmp_path, recover=recover, sampler=prioritized())
     buffer.extend(rows(0, 3))
-    assert run(WRITES, tmp_path, 3, 5) == "[0, 1, 2, 3, 4] 5"
+    assert run_python(WRITES, tmp_path, 3, 5).stdout == "[0, 1, 2, 3, 4] 5\n"
     assert numbers(buffer) == [0, 1, 2, 3, 4]
     sampler: Any = buffer.sampler
     assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 1, 7, 1]
@@ -104,13 +91,13 @@ def test_unrelated_process_writes_rows_and_priorities(recover: bool, tmp_path: P
     assert abs(share - 0.494) < 0.04  # 3.6 standard deviations of 2,000 draws
 
 
-def test_rows_outlive_all_processes(tmp_path: Path) -> None:
+def test_rows_outlive_all_processes(tmp_path: Path, run_python: Any) -> None:
     buffer = new_buffer(tmp_path, sampler=prioritized())
     buffer.extend(rows(0, 3))
     del buffer
     gc.collect()
     # No process shares the rows now. The next one opens them alone.
-    assert run(WRITES, tmp_path, 3, 8) == "[0, 1, 2, 3, 4, 5, 6, 7] 8"
+    assert run_python(WRITES, tmp_path, 3, 8).stdout == "[0, 1, 2, 3, 4, 5, 6, 7] 8\n"
     again = new_buffer(tmp_path, sampler=prioritized())
     assert numbers(again) == list(range(8))
     assert again.write_count == 8
@@ -202,11 +189,11 @@ def test_saves_after_a_recovery_have_all_rows(tmp_path: Path) -> None:
         gc.collect()
 
 
-def test_rows_in_memory_are_joined_by_their_folder() -> None:
+def test_rows_in_memory_are_joined_by_their_folder(run_python: Any) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=prioritized(), shared=True)
     folder = buffer.storage.recovery.folder
     buffer.extend(rows(0, 2))
-    assert run(WRITES, folder, 2, 4) == "[0, 1, 2, 3] 4"
+    assert run_python(WRITES, folder, 2, 4).stdout == "[0, 1, 2, 3] 4\n"
     assert numbers(buffer) == [0, 1, 2, 3]
     del buffer
     gc.collect()
@@ -223,10 +210,10 @@ def test_joined_buffer_is_handed_to_a_spawned_process(tmp_path: Path) -> None:
     assert numbers(first) == numbers(joined) == [0, 1, 2]
 
 
-def test_the_first_write_may_come_from_a_joined_process(tmp_path: Path) -> None:
+def test_the_first_write_may_come_from_a_joined_process(tmp_path: Path, run_python: Any) -> None:
     buffer = new_buffer(tmp_path / "a" / "b", sampler=prioritized())
     assert len(buffer) == 0
-    assert run(WRITES, tmp_path / "a" / "b", 0, 2) == "[0, 1] 2"
+    assert run_python(WRITES, tmp_path / "a" / "b", 0, 2).stdout == "[0, 1] 2\n"
     assert numbers(buffer) == [0, 1]
 
 

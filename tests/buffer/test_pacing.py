@@ -140,8 +140,7 @@ def test_timeouts_are_checked_with_and_without_a_limiter(call: str) -> None:
 
 
 def test_invalid_rate_limiters_and_capacities_are_refused() -> None:
-    with pytest.raises(TypeError, match="RateLimiter"):
-        ReplayBuffer(rate_limiter=3)  # type: ignore[arg-type]
+    refuses(TypeError, "RateLimiter", ReplayBuffer, rate_limiter=3)
     refuses(ValueError, "capacity of 9", paced, RateLimiter.min_size(10), 9)
     rb = paced(RateLimiter.queue(9), 9)
     refuses(ValueError, "capacity of 8", rb.set_storage, LazyTensorStorage(8))

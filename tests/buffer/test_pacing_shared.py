@@ -11,31 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, RateLimiter, ReplayBuffer
 from replaykit.buffer import deliver
 from replaykit.errors import RateLimiterTimeout
 from replaykit.pace import SAMPLE
+from tests.pace.calls import counts, numbers
 from tests.storages.sharing import another
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-def numbers(first: int, count: int) -> TensorDict:
-    return TensorDict({"number": torch.arange(first, first + count)}, [count])
 
 
 def shared(limiter: RateLimiter, capacity: int = 200) -> ReplayBuffer:
     rb = ReplayBuffer(storage=LazyTensorStorage(capacity), shared=True, rate_limiter=limiter)
     rb.extend(numbers(0, 1))
     return rb
-
-
-def counts(rb: ReplayBuffer) -> tuple[int, int]:
-    stats = rb.stats()
-    return stats["inserts"], stats["samples"]
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ from replaykit import (
 )
 from replaykit.storages.memory import by_value, from_value
 from tests import effort
-from tests.buffer.building import buffer_of, check_whole, rows, same, storage_of, unchanged
+from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same, storage_of, unchanged
 from tests.support.refusals import refuses
 
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),

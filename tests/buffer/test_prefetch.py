@@ -36,6 +36,7 @@ from replaykit import (
 from replaykit.buffer.draw import reads_now
 from replaykit.storages.row_kernels import NativeRows
 from tests.buffer.building import CountingSampler, buffer_of, eventually, rows, same, storage_of
+from tests.support.refusals import refuses
 
 ROWS = 120
 
@@ -452,7 +453,6 @@ def test_invalid_gathers_are_refused_before_they_begin(
     at: list[int], options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     reads, to = native.core.Reads(), torch.full((4,), -1)
-    with pytest.raises(error, match=said):
-        _begun(reads, at, to, **options)
+    refuses(error, said, _begun, reads, at, to, **options)
     reads.wait()
     assert to.tolist() == [-1] * 4

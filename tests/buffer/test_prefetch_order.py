@@ -232,14 +232,6 @@ def test_holder_of_the_lock_may_write(
     rb.shutdown()
 
 
-def test_writes_after_shutdown_need_no_threads() -> None:
-    rb = made(PrioritizedSampler(ROWS, 0.7, 0.5))
-    rb.sample()
-    rb.shutdown()
-    rb.extend(rows(ROWS))
-    assert len(rb) == ROWS
-
-
 # -- priorities ------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    ConsumingSampler,
     Coverage,
     EpisodeWriter,
     LaneWriter,
@@ -28,7 +27,6 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
-    StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
     Uniform,
@@ -36,6 +34,7 @@ from replaykit import (
 from replaykit.errors import BufferFull
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
+from tests.support.refusals import refuses
 
 _MAKE: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, _: ListStorage(n),
@@ -196,8 +195,7 @@ def test_writers_choose_the_rows_that_stay() -> None:
     for t in range(5):
         lanes.extend(TensorDict({"id": torch.arange(3), "x": torch.full((3,), t)}, [3]))
     assert lanes.resize(9) == 0
-    with pytest.raises(BufferFull, match="at most 2 streams of 3 rows in 8 slots"):
-        lanes.resize(8)
+    refuses(BufferFull, "at most 2 streams of 3 rows in 8 slots", lanes.resize, 8)
     lanes.extend(TensorDict({"id": torch.arange(3), "x": torch.full((3,), 5)}, [3]))
     assert lanes.take(3)["x"].tolist() == [[3, 4, 5]] * 3
 
@@ -211,8 +209,7 @@ def test_writers_choose_the_rows_that_stay() -> None:
         rb.update_priority(index, torch.full((4,), key + 1.0))
         rb.tag(index[:1], {"kept": key == 0})
     before = rb[:]
-    with pytest.raises(BufferFull, match="protected episodes of at most 3 rows, got 4"):
-        rb.resize(3)
+    refuses(BufferFull, "protected episodes of at most 3 rows, got 4", rb.resize, 3)
     assert (rb[:] == before).all()
     assert rb.writer.evicted == 0
     assert rb.resize(9) == 4
@@ -220,35 +217,6 @@ def test_writers_choose_the_rows_that_stay() -> None:
     assert sorted(set(rb[:]["id"].tolist())) == [0, 2]
     found = rb.sampler.stored_priorities(rb.storage)
     assert found.tolist() == (rb[:]["id"] + 1).tolist()
-
-
-def test_passes_draw_counts_and_versions_go_on() -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(8), sampler=SamplerWithoutReplacement(), batch_size=3
-    )
-    rb.extend(_rows(range(11), 0))
-    first = rb.sample()["x"].tolist()
-    rb.resize(20)
-    assert sorted(first + rb.sample()["x"].tolist() + rb.sample()["x"].tolist()[:2]) == list(
-        range(3, 11)
-    )
-    once = ReplayBuffer(storage=LazyTensorStorage(8), sampler=ConsumingSampler(order="age"))
-    once.extend(_rows(range(11), 0))
-    once.sample(2)
-    once.resize(5)
-    assert len(once) == 5
-    assert once.sample(2)["x"].tolist() == [6, 7]
-    once.resize(7)
-    once.extend(_rows(range(11, 13), 0))
-    assert once.sample(9)["x"].tolist() == [8, 9, 10, 11, 12]
-    stale = ReplayBuffer(
-        storage=LazyTensorStorage(12), sampler=StalenessAwareSampler(max_staleness=1), batch_size=64
-    )
-    stale.extend(_rows(range(15), 0))
-    stale.sampler.consumer_version = 2
-    stale.sample()
-    stale.resize(9)
-    assert set(stale.sample()["x"].tolist()) == set(range(7, 15))
 
 
 def test_other_buffers_over_the_storage_follow() -> None:
@@ -290,8 +258,7 @@ def test_refusals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (1, ValueError, "min_size_to_sample"),
         (9, ValueError, "max_capacity"),
     ):
-        with pytest.raises(error, match=text):
-            rb.resize(n)
+        refuses(error, text, rb.resize, n)
     with monkeypatch.context() as patch:
         patch.setattr("replaykit.storages.restorable._fill", _raise)
         with pytest.raises(MemoryError):
@@ -307,8 +274,7 @@ def test_refusals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         fixed = ReplayBuffer(**made)
         fixed.extend(_rows(range(7), 0))
-        with pytest.raises(RuntimeError, match="without recover=True or shared=True"):
-            fixed.resize(3)
+        refuses(RuntimeError, "without recover=True or shared=True", fixed.resize, 3)
         assert sorted(fixed[:]["x"].tolist()) == [1, 2, 3, 4, 5, 6]
 
 

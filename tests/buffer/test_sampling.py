@@ -18,10 +18,8 @@ from replaykit import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-from tests.buffer.building import buffer_of, check_whole, rows, same
+from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same
 from tests.support.refusals import refuses
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 
 class Point(TensorClass):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -31,7 +30,6 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.storages import shared_storage
-from tests.prepared import python
 from tests.storages.sharing import another
 from tests.support.refusals import refuses
 
@@ -252,18 +250,6 @@ def test_named_folder_stays_after_the_last_buffer(tmp_path: Path) -> None:
     assert (tmp_path / "records.memmap").exists()
 
 
-def run(script: str) -> str:
-    done = subprocess.run(
-        [*python(), "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 _HEAD = """
 import multiprocessing, os, sys, time
 import torch
@@ -282,18 +268,18 @@ buffer.extend(torch.arange(2))
 
 
 @needs_fork
-def test_ending_parent_keeps_the_folder_until_its_children_end() -> None:
+def test_ending_parent_keeps_the_folder_until_its_children_end(run_python: Any) -> None:
     """The end of a script joins its processes: what they have yet to open is there until then."""
     script = """
     multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
     """
-    folder, said = run(_HEAD + textwrap.dedent(script)).split()
+    folder, said = run_python(_HEAD + textwrap.dedent(script)).stdout.split()
     assert said == "wrote"
     assert not Path(folder).exists()
 
 
 @needs_fork
-def test_a_parent_that_exits_first_leaves_the_folder_to_its_child() -> None:
+def test_a_parent_that_exits_first_leaves_the_folder_to_its_child(run_python: Any) -> None:
     script = """
     hear, told = os.pipe()
     if not os.fork():
@@ -302,7 +288,7 @@ def test_a_parent_that_exits_first_leaves_the_folder_to_its_child() -> None:
         work(buffer)
         sys.exit()
     """
-    folder, said = run(_HEAD + textwrap.dedent(script)).split()
+    folder, said = run_python(_HEAD + textwrap.dedent(script)).stdout.split()
     assert said == "wrote"
     until = time.monotonic() + 30
     while Path(folder).exists() and time.monotonic() < until:
@@ -311,18 +297,12 @@ def test_a_parent_that_exits_first_leaves_the_folder_to_its_child() -> None:
 
 
 def test_next_buffer_removes_folders_of_killed_processes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, run_python: Any
 ) -> None:
     script = """
     os.kill(os.getpid(), 9)
     """
-    done = subprocess.run(
-        [*python(), "-c", _HEAD + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python(_HEAD + textwrap.dedent(script), check=False)
     folder = Path(done.stdout.strip())
     assert folder.exists()
     used = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from replaykit import (
     LazyMemmapStorage,
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     RandomSampler,
@@ -23,14 +22,8 @@ from replaykit import (
     TensorDictRoundRobinWriter,
 )
 from tests import effort
-from tests.buffer.building import in_threads
+from tests.buffer.building import STORAGES, in_threads
 
-STORAGES = {
-    "list": ListStorage,
-    "lazy_stack": LazyStackStorage,
-    "tensor": LazyTensorStorage,
-    "memmap": LazyMemmapStorage,
-}
 WIDTH = 200
 
 

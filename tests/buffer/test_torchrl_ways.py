@@ -36,14 +36,9 @@ from replaykit import (
     TensorDictReplayBuffer,
     pad_collate,
 )
+from tests.buffer.building import STORAGES
 from tests.support.refusals import refuses
 
-STORAGES: dict[str, Any] = {
-    "list": ListStorage,
-    "lazy_stack": LazyStackStorage,
-    "tensor": LazyTensorStorage,
-    "memmap": LazyMemmapStorage,
-}
 SAMPLERS: dict[str, Any] = {
     "random": RandomSampler,
     "passes": SamplerWithoutReplacement,

@@ -15,10 +15,8 @@ from replaykit import (
     ListStorage,
     ReplayBuffer,
 )
-from tests.buffer.building import buffer_of, rows, same
+from tests.buffer.building import KINDS, buffer_of, rows, same
 from tests.support.refusals import refuses
-
-KINDS = ["list", "lazy_stack", "tensor", "memmap"]
 
 
 @pytest.mark.pitfall("WR5")
@@ -71,9 +69,6 @@ def test_priority_column_is_stored_only_if_the_first_write_has_it():
     refuses(ValueError, "td_error", other.extend, rows(1).set("td_error", torch.rand(1)))
 
 
-# -- forgetting -----------------------------------------------------------------------------------
-
-
 # -- lanes and content -----------------------------------------------------------------------------
 
 
@@ -82,9 +77,6 @@ class Agent(TensorClass):
 
     x: torch.Tensor
     name: str = "none"
-
-
-# -- lanes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("WR8")

@@ -11,6 +11,7 @@ import pytest
 
 from replaykit.pace import INSERT, SAMPLE, SharedCounts
 from replaykit.recovery.locks import Seat
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -62,8 +63,7 @@ def test_processes_beyond_the_last_number_are_refused(
 ) -> None:
     monkeypatch.setattr(Seat, "MOST", 2)
     kept = [Seat(tmp_path), Seat(tmp_path)]
-    with pytest.raises(RuntimeError, match="at most 2 processes"):
-        Seat(tmp_path)
+    refuses(RuntimeError, "at most 2 processes", Seat, tmp_path)
     assert [seat.number for seat in kept] == [0, 1]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from replaykit import SumSegmentTree
 from replaykit.errors import EmptyDistributionError
+from tests.support.refusals import refuses
 
 F64 = torch.float64
 
@@ -87,13 +88,10 @@ def test_values_outside_the_total_are_refused(kernel: str, bad: float, position:
     x = torch.ones(100, dtype=F64)
     x[position] = bad
     message = rf"expected values in \[0, 3.0\], the total, got .* at position {position}$"
-    with pytest.raises(ValueError, match=message):
-        tree.find_prefix(x)
-    with pytest.raises(ValueError, match="expected values in"):
-        tree.find_prefix(bad)
+    refuses(ValueError, message, tree.find_prefix, x)
+    refuses(ValueError, "expected values in", tree.find_prefix, bad)
     if not bad > 0:
-        with pytest.raises(ValueError, match=rf"expected values of at least 0, .* {position}$"):
-            tree.find(x)
+        refuses(ValueError, rf"expected values of at least 0, .* {position}$", tree.find, x)
     else:
         assert int(tree.find(x)[0][position]) == 2
 
@@ -107,8 +105,7 @@ def test_in_a_tree_of_zeros_there_is_nothing_to_find(kernel: str) -> None:
         lambda: tree.draw(3),
         lambda: tree.draw(3, stratified=True),
     ):
-        with pytest.raises(EmptyDistributionError, match="expected a positive weight to draw"):
-            call()
+        refuses(EmptyDistributionError, "expected a positive weight to draw", call)
     assert tree.find_prefix(torch.empty(0, dtype=F64)).tolist() == []
     assert [part.tolist() for part in tree.draw(0)] == [[], []]
     tree.update(torch.tensor([77]), 1e-30)

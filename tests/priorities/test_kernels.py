@@ -12,6 +12,7 @@ from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.priorities import tree_kernels
 from replaykit.priorities.tree_kernels import available_kernels
 from tests import effort
+from tests.support.refusals import refuses
 
 TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
 DTYPES = [torch.float32, torch.float64]
@@ -132,5 +133,4 @@ def test_kernels_that_are_unknown_or_not_for_this_processor_are_refused(
     for name in ("avx512", "avx1024", "native", "neon"):
         monkeypatch.setenv("REPLAYKIT_TREE", name)
         words = f"expected REPLAYKIT_TREE to name .*one of portable, torch, got {name}"
-        with pytest.raises(RuntimeError, match=words):
-            SumSegmentTree(3)
+        refuses(RuntimeError, words, SumSegmentTree, 3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from replaykit import SumSegmentTree
+from tests.support.refusals import refuses
 
 F64 = torch.float64
 SMALLEST_P = 1e-6
@@ -193,8 +194,7 @@ def test_draws_come_from_torchs_generators_only(kernel: str) -> None:
 def test_a_refused_draw_leaves_the_generator_alone(kernel: str) -> None:
     tree, generator = SumSegmentTree(10), torch.Generator().manual_seed(3)
     state = generator.get_state()
-    with pytest.raises(ValueError, match="expected a positive weight"):
-        tree.draw(5, generator=generator)
+    refuses(ValueError, "expected a positive weight", tree.draw, 5, generator=generator)
     tree.fill(1)
     with pytest.raises(ValueError, match="expected a batch size of at least 0, got -1"):
         tree.draw(-1, generator=generator)

@@ -10,6 +10,7 @@ import torch
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
 from replaykit.priorities import SegmentTree
 from replaykit.priorities.tree_kernels import Levels, levels_of
+from tests.support.refusals import refuses
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 100_003, 10**6]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**40 + 1, 2**60]
@@ -101,15 +102,12 @@ def test_tree_memory_is_aligned_to_cache_lines(kernel: str, tree_class: Any, cap
 
 def test_invalid_tree_arguments_are_refused(kernel: str) -> None:
     for capacity in (0, -1):
-        with pytest.raises(ValueError, match=f"a capacity of at least 1, got {capacity}"):
-            SumSegmentTree(capacity)
-    with pytest.raises(TypeError, match="expected a sum, min or max tree, got SegmentTree"):
-        SegmentTree(4)
+        refuses(ValueError, f"a capacity of at least 1, got {capacity}", SumSegmentTree, capacity)
+    refuses(TypeError, "expected a sum, min or max tree, got SegmentTree", SegmentTree, 4)
     with pytest.raises(TypeError):
         SumSegmentTree(2.5)  # type: ignore[arg-type]
     for dtype in (torch.float16, torch.bfloat16, torch.int64):
-        with pytest.raises(NotImplementedError, match=f"float64, got {dtype}"):
-            SumSegmentTree(4, dtype=dtype)
+        refuses(NotImplementedError, f"float64, got {dtype}", SumSegmentTree, 4, dtype=dtype)
     with pytest.raises(NotImplementedError, match="a device that has float64, got mps"):
         SumSegmentTree(4, device="mps")
 
@@ -123,5 +121,4 @@ def test_core_refuses_invalid_tree_arguments() -> None:
         (("mean", False, "portable", 64, 64, 1), "sum, min or max, got mean"),
         (("sum", False, "sse", 64, 64, 1), "this processor runs, got sse"),
     ):
-        with pytest.raises(ValueError, match=message):
-            make(*arguments)
+        refuses(ValueError, message, make, *arguments)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
+from tests.support.refusals import refuses
 
 TREES = [SumSegmentTree, MinSegmentTree, MaxSegmentTree]
 DTYPES = [torch.float32, torch.float64]
@@ -75,12 +76,9 @@ def test_states_that_do_not_fit_are_refused(kernel: str, memory: Memory) -> None
         (ValueError, "got nan at position 0", torch.full((50,), torch.nan)),
     ]
     for error, message, leaves in cases:
-        with pytest.raises(error, match=message):
-            tree.load(leaves)
-        with pytest.raises(error, match=message):
-            tree.load_state_dict({"leaves": leaves})
-    with pytest.raises(KeyError, match="expected the key 'leaves', got"):
-        tree.load_state_dict({"nodes": 1})
+        refuses(error, message, tree.load, leaves)
+        refuses(error, message, tree.load_state_dict, {"leaves": leaves})
+    refuses(KeyError, "expected the key 'leaves', got", tree.load_state_dict, {"nodes": 1})
     assert memory(tree) == before
 
 

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, MiniBatches, ReplayBuffer
+from tests.support.refusals import refuses
 
 
 @pytest.mark.acceptance("C18")
@@ -79,5 +80,4 @@ def test_rows_that_fill_no_piece_are_dropped_or_padded() -> None:
 def test_wrong_arguments_are_named(
     rows: list[int], more: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=text):
-        MiniBatches(TensorDict({}, rows), **{"size": 1, **more})
+    refuses(error, text, MiniBatches, TensorDict({}, rows), **{"size": 1, **more})
