@@ -216,32 +216,21 @@ def test_methods_have_the_names_of_public_classes(cls: type) -> None:
             assert method.__qualname__.partition(".")[0] in public, method
 
 
-def test_error_for_a_method_argument_names_the_public_class() -> None:
+def test_errors_for_arguments_name_the_public_class() -> None:
+    """Of methods, of private classes, for missing and extra ones; errors of others stay."""
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    refuses(TypeError, r"^ReplayBuffer\.sample\(\) got an unexpected keyword", rb.sample, nothing=1)
-    with pytest.raises(TypeError, match=r"^TensorStorage\.get\(\) got an unexpected keyword"):
-        rb.storage.get(nothing=1)  # type: ignore[call-arg]
+    wrong = r"\(\) got an unexpected keyword"
+    refuses(TypeError, rf"^ReplayBuffer\.sample{wrong}", rb.sample, nothing=1)
+    refuses(TypeError, rf"^TensorStorage\.get{wrong}", rb.storage.get, nothing=1)
     assert pickle.loads(pickle.dumps(ReplayBuffer.sample)) is ReplayBuffer.sample
-
-
-def test_error_of_a_private_class_shows_the_public_name() -> None:
-    with pytest.raises(TypeError, match=r"^SliceSampler\.__init__\(\) got .*'slice_length'"):
-        SliceSampler(draw="sequential", slice_length=2)
-
-
-def test_error_for_missing_or_extra_arguments_names_the_called_class() -> None:
-    with pytest.raises(TypeError, match=r"^TensorDictPrioritizedReplayBuffer\..*'alpha'"):
-        TensorDictPrioritizedReplayBuffer(beta=0.4)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^ReplayBuffer\.__init__\(\) takes 1 positional"):
-        ReplayBuffer(ListStorage())  # type: ignore[misc]
-
-
-def test_type_errors_raised_inside_a_call_stay_unchanged() -> None:
-    def storage() -> ListStorage:
-        return ListStorage(nothing=1)  # type: ignore[call-arg]
-
-    with pytest.raises(TypeError, match=r"^ListStorage\.__init__\(\) got .*'nothing'$"):
-        ReplayBuffer(storage=storage)
+    name = r"^SliceSampler\.__init__\(\) got .*'slice_length'"
+    refuses(TypeError, name, SliceSampler, draw="sequential", slice_length=2)
+    name = r"^TensorDictPrioritizedReplayBuffer\..*'alpha'"
+    refuses(TypeError, name, TensorDictPrioritizedReplayBuffer, beta=0.4)
+    name = r"^ReplayBuffer\.__init__\(\) takes 1 positional"
+    refuses(TypeError, name, ReplayBuffer, ListStorage())
+    name = r"^ListStorage\.__init__\(\) got .*'nothing'$"
+    refuses(TypeError, name, ReplayBuffer, storage=lambda: ListStorage(nothing=1))  # type: ignore[call-arg]
 
 
 # -- share, client, cleanup ---------------------------------------------------------------------
@@ -335,23 +324,19 @@ def test_cleanup_removes_a_private_folder_and_keeps_the_rows(tmp_path: Path) -> 
     assert set(drawn["x"].tolist()) <= set(range(20))
 
 
-def test_cleanup_leaves_a_folder_that_was_given(tmp_path: Path) -> None:
+def test_cleanup_of_other_folders_is_refused(tmp_path: Path) -> None:
+    """Of those that were given, and where files are still used."""
     storage = LazyMemmapStorage(100, scratch_dir=tmp_path / "rows", auto_cleanup=False)
     ReplayBuffer(storage=storage).extend(numbered(0, 10))
     before = sorted(os.listdir(tmp_path / "rows"))
     refuses(RuntimeError, r"shutil\.rmtree", storage.cleanup)
     assert sorted(os.listdir(tmp_path / "rows")) == before != []
-
-
-def test_cleanup_waits_where_files_are_still_used() -> None:
     once = LazyMemmapStorage(100, dedup_next=True)
     refuses(RuntimeError, "dedup_next", once.cleanup)
-    shared = ReplayBuffer(storage=LazyMemmapStorage(100), shared=True)
+    shared: Any = ReplayBuffer(storage=LazyMemmapStorage(100), shared=True)
     refuses(RuntimeError, "other processes", shared.storage.cleanup)
-
-
-def test_auto_cleanup_requires_a_private_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"auto_cleanup.*leave scratch_dir out"):
-        LazyMemmapStorage(100, auto_cleanup=True, scratch_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"auto_cleanup.*give a scratch_dir"):
-        LazyMemmapStorage(100, auto_cleanup=False)
+    for words, options in (
+        ("leave scratch_dir out", {"auto_cleanup": True, "scratch_dir": tmp_path}),
+        ("give a scratch_dir", {"auto_cleanup": False}),
+    ):
+        refuses(ValueError, f"auto_cleanup.*{words}", LazyMemmapStorage, 100, **options)

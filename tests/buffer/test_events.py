@@ -183,11 +183,15 @@ def test_rows_without_flags_have_no_ends(storage: Any) -> None:
     assert pickle.loads(pickle.dumps(rb))._observers is None
 
 
-def test_invalid_functions_are_refused() -> None:
+def test_invalid_functions_metrics_and_periods_are_refused(tmp_path: Path) -> None:
     rb = ReplayBuffer()
     refuses(ValueError, "'episode_end'", rb.on, "add", print)
     refuses(TypeError, "a function", rb.on, "write", 3)
     refuses(TypeError, "state_dict", rb.on, "write", print, state=3)
+    for name in ("window", "every"):
+        refuses(ValueError, "at least 1", Metrics, **{name: 0})
+    refuses(ValueError, "every", PeriodicSave, rb, tmp_path, every=0)
+    refuses(ValueError, "min_seconds", PeriodicSave, rb, tmp_path, min_seconds=-1)
 
 
 # -- metrics --------------------------------------------------------------------------------------
@@ -261,11 +265,6 @@ def test_a_number_that_is_not_finite_is_saved(tmp_path: Path) -> None:
     assert str(metrics.get_report()[1]) == "{'loss': [nan], 'norm': [inf]}"
 
 
-@pytest.mark.parametrize("arguments", [{"window": 0}, {"every": 0}])
-def test_invalid_metrics_are_refused(arguments: dict[str, int]) -> None:
-    refuses(ValueError, "at least 1", Metrics, **arguments)
-
-
 # -- periodic saves -------------------------------------------------------------------------------
 
 
@@ -324,11 +323,6 @@ def test_a_forked_process_calls_no_functions_of_its_parent(tmp_path: Path) -> No
             os._exit(sum(event.kind == "write" for event in seen) + 10 * saves.count)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arguments", [{"every": 0}, {"min_seconds": -1}])
-def test_invalid_periods_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
-    refuses(ValueError, next(iter(arguments)), PeriodicSave, ReplayBuffer(), tmp_path, **arguments)
 
 
 # -- waiting --------------------------------------------------------------------------------------
