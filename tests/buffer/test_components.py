@@ -156,23 +156,6 @@ def test_the_default_time_dimension_follows_the_storage():
     assert fixed.dim_extend == 0
 
 
-def test_a_storage_that_does_not_go_with_the_writer_is_refused():
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(5),
-        writer=TensorDictMaxValueWriter("r"),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=2,
-    )
-    buffer.extend(TensorDict({"r": torch.arange(5.0)}, [5]))
-    buffer.sample()
-    storage = buffer.storage
-    unchanged(buffer, ValueError, lambda: buffer.set_storage(LazyTensorStorage(5, ndim=2)), "ndim")
-    unchanged(buffer, TypeError, lambda: buffer.set_storage("storage"), "storage as a Storage")
-    assert buffer.storage is storage
-    assert buffer.add(TensorDict({"r": torch.tensor(9.0)}, [])) == 0
-    assert len(storage) == 5
-
-
 def test_a_storage_that_the_sampler_refuses_is_not_taken():
     sampler = Noting(reject=99)
     buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
@@ -234,18 +217,6 @@ def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None):
     assert sorted(seen) == list(range(10))
 
 
-def test_a_sampler_that_cannot_work_is_refused():
-    buffer = buffer_of(max_size=10, filled=10, sampler="ordered")
-    buffer.sample(4)
-    sampler = buffer.sampler
-    refused = SamplerWithoutReplacement(drop_last=True)
-    unchanged(buffer, ValueError, lambda: buffer.set_sampler(refused), "drop_last")
-    unchanged(buffer, TypeError, lambda: buffer.set_sampler(RandomSampler), "Sampler")
-    unchanged(buffer, ValueError, lambda: buffer.set_sampler(Noting(reject=10)), "no room")
-    assert buffer.sampler is sampler
-    assert buffer.sample(4)["id"].tolist() == [4, 5, 6, 7]
-
-
 # -- set_writer -----------------------------------------------------------------------------------
 
 
@@ -257,18 +228,6 @@ def test_new_writer_continues_at_the_cursor_of_the_storage():
     assert (old.write_count, buffer.write_count) == (4, 3)
     assert buffer.sample(1)["index_generation"].shape == (1,)
     assert buffer.writer.generations_of(torch.arange(5)).tolist() == [1, 1, 0, 0, 0]
-
-
-def test_a_writer_that_does_not_go_with_the_storage_is_refused():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    buffer.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
-    writer = buffer.writer
-    unchanged(buffer, ValueError, lambda: buffer.set_writer(TensorDictMaxValueWriter()), "ndim")
-    unchanged(buffer, TypeError, lambda: buffer.set_writer(None), "Writer")
-    assert buffer.writer is writer
-    buffer.set_writer(ImmutableDatasetWriter())
-    with pytest.raises(RuntimeError, match="doesn't allow writing"):
-        buffer.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
 
 
 def test_a_new_writer_writes_in_the_layout_of_the_buffer():
@@ -291,6 +250,36 @@ def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int):
         for batch in buffer:
             seen += batch["id"].tolist()
         assert sorted(seen) == list(range(10))
+
+
+# -- what does not go together ---------------------------------------------------------------------
+
+
+def test_components_that_do_not_go_with_the_others_are_refused():
+    best = buffer_of(max_size=5, writer=TensorDictMaxValueWriter("id"), sampler="ordered")
+    best.extend(rows(5))
+    ring = buffer_of(max_size=10, filled=10, sampler="ordered")
+    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    lanes.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
+    last = SamplerWithoutReplacement(drop_last=True)
+    cases: list[tuple[ReplayBuffer, str, Any, type[Exception], str]] = [
+        (best, "storage", LazyTensorStorage(5, ndim=2), ValueError, "ndim"),
+        (best, "storage", "storage", TypeError, "storage as a Storage"),
+        (ring, "sampler", last, ValueError, "drop_last"),
+        (ring, "sampler", RandomSampler, TypeError, "Sampler"),
+        (ring, "sampler", Noting(reject=10), ValueError, "no room"),
+        (lanes, "writer", TensorDictMaxValueWriter(), ValueError, "ndim"),
+        (lanes, "writer", None, TypeError, "Writer"),
+    ]
+    ring.sample(4)
+    for buffer, name, part, error, words in cases:
+        before = getattr(buffer, name)
+        unchanged(buffer, error, lambda b=buffer, n=name, p=part: getattr(b, f"set_{n}")(p), words)
+        assert getattr(buffer, name) is before
+    assert best.add(rows(1, 9)[0]) == 0
+    assert ring.sample(4)["id"].tolist() == [4, 5, 6, 7]
+    lanes.set_writer(ImmutableDatasetWriter())
+    refuses(RuntimeError, "doesn't allow writing", lanes.extend, lanes[:])
 
 
 # -- transforms -----------------------------------------------------------------------------------

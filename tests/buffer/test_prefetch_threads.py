@@ -228,9 +228,6 @@ def test_fork_waits_for_a_running_read(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the end ---------------------------------------------------------------------------------------
 
 
-pytestmark = pytest.mark.usefixtures("by_threads")
-
-
 def _workers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("replaykit-prefetch")]
 
