@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from replaykit import (
-    LazyTensorStorage,
     ReplayBuffer,
     RoundRobinWriter,
-    SamplerWithoutReplacement,
 )
 from tests.buffer.building import buffer_of, check_whole, rows
-from tests.support.refusals import refuses
 
 
 class Slots:
@@ -161,33 +156,3 @@ def test_rows_go_into_any_capacity_in_write_order(
         assert sorted(rest) == sorted(kept)
     if not used:
         go_on(loaded, moved)
-
-
-@pytest.mark.parametrize("capacity", [6, 9, 12, 20])
-@pytest.mark.filterwarnings("ignore:.*left out")
-def test_rows_with_lanes_go_into_other_capacities(capacity: int, tmp_path: Path):
-    def make(size: int) -> ReplayBuffer:
-        return ReplayBuffer(
-            storage=LazyTensorStorage(size, ndim=2), sampler=SamplerWithoutReplacement()
-        )
-
-    buffer = make(12)
-    for start in (0, 3, 6):  # a ring of four steps of three lanes, wrapped twice
-        data = torch.arange(start, start + 3) + torch.tensor([[0], [100], [200]])
-        buffer.extend(TensorDict({"x": data}, [3, 3]))
-    seen = buffer.sample(4)["x"].tolist()
-    buffer.dumps(tmp_path)
-    loaded = make(capacity)
-    loaded.loads(tmp_path)
-    steps = min(4, -(-capacity // 3))
-    times = [8, 5, 6, 7] if capacity == 12 else [5, 6, 7, 8][4 - steps :]
-    assert loaded["x"].tolist() == [[t + lane for t in times] for lane in (0, 100, 200)]
-    rest = loaded.sample(12)["x"].tolist()
-    assert sorted(rest + [x for x in seen if x % 100 in times]) == sorted(
-        loaded["x"].flatten().tolist()
-    )
-    other = make(12)
-    other.extend(TensorDict({"x": torch.zeros(4, 1, dtype=torch.int64)}, [4, 1]))
-    refuses(ValueError, "lanes", other.loads, tmp_path)
-    flat = ReplayBuffer(storage=LazyTensorStorage(12), sampler=SamplerWithoutReplacement())
-    refuses(ValueError, "ndim", flat.loads, tmp_path)

@@ -139,15 +139,13 @@ def test_a_part_that_refuses_its_state_leaves_everything_as_it_was(
 
 @pytest.mark.pitfall("CK10")
 def test_other_components_or_rows_are_refused_before_anything_changes(tmp_path: Path):
-    """CK10, C6: another kind of writer, other keys, shapes or dtypes."""
+    """CK10, C6: another kind of writer, other keys, shapes, dtypes or lanes."""
     buffer_of("tensor", filled=6, sampler="without").dumps(tmp_path)
     good = {"sampler": "without", "filled": 3, "seed": 0}
-    for options, match in [
-        ({**good, "writer": TensorDictMaxValueWriter("id")}, "'max_value' writer, got 'round"),
-    ]:
-        buffer = buffer_of("tensor", **options)
-        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
-    for change, match in [
+    buffer = buffer_of("tensor", **good, writer=TensorDictMaxValueWriter("id"))
+    match = "'max_value' writer, got 'round"
+    unchanged(buffer, ValueError, lambda: buffer.loads(tmp_path), match)
+    for change, words in [
         (lambda td: td.exclude("pixels"), "'pixels'"),
         (lambda td: td.set("extra", torch.zeros(3)), "'extra'"),
         (lambda td: td.set("id", td["id"].float()), "'id'.*float32.*int64"),
@@ -155,7 +153,7 @@ def test_other_components_or_rows_are_refused_before_anything_changes(tmp_path: 
     ]:
         buffer = buffer_of("tensor", sampler="without", seed=0)
         buffer.extend(change(rows(3)))
-        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), match)
+        unchanged(buffer, ValueError, lambda b=buffer: b.loads(tmp_path), words)
     listed = ReplayBuffer(storage=ListStorage(5), sampler=SamplerWithoutReplacement())
     listed.extend(["a", torch.zeros(2)])
     listed.dumps(tmp_path / "objects")
@@ -167,6 +165,12 @@ def test_other_components_or_rows_are_refused_before_anything_changes(tmp_path: 
     texts.dumps(tmp_path / "texts")
     empty = buffer_of("tensor", sampler="without")
     unchanged(empty, ValueError, lambda: empty.loads(tmp_path / "texts"), "layout")
+    lanes, other = (buffer_of("tensor", 12, ndim=2, sampler="without") for _ in range(2))
+    lanes.extend(TensorDict({"id": torch.zeros(3, 3).long()}, [3, 3]))
+    lanes.dumps(tmp_path / "lanes")
+    other.extend(TensorDict({"id": torch.zeros(4, 1).long()}, [4, 1]))
+    unchanged(other, ValueError, lambda: other.loads(tmp_path / "lanes"), "lanes")
+    unchanged(empty, ValueError, lambda: empty.loads(tmp_path / "lanes"), "ndim")
 
 
 PRIORITIZED = ("prioritized", "prioritized slices")
