@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from replaykit import SumSegmentTree
 from replaykit.priorities.tree_kernels import available_kernels
 
 KERNELS = available_kernels()
@@ -102,18 +101,3 @@ def chi_square_p() -> Callable[[torch.Tensor, torch.Tensor], float]:
         return 0.5 * math.erfc(z / math.sqrt(2))
 
     return p_value
-
-
-@pytest.fixture
-def random_tree() -> Callable[..., SumSegmentTree]:
-    """A sum tree of weights that are zero at every third slot, else uniform."""
-
-    def make(capacity: int, seed: int = 0, **options: Any) -> SumSegmentTree:
-        generator = torch.Generator().manual_seed(seed)
-        tree = SumSegmentTree(capacity, **options)
-        weights = torch.rand(capacity, generator=generator, dtype=tree.dtype)
-        weights[torch.randint(0, 3, (capacity,), generator=generator) == 0] = 0
-        tree.load(weights)
-        return tree
-
-    return make
