@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSample
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
-from replaykit.transforms.history import HistoryTransform
+from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
 # -- a model --------------------------------------------------------------------------------------
@@ -186,23 +185,13 @@ def _index(element: np.ndarray[Any, Any], lanes: int) -> torch.Tensor:
 # -- prioritized draws where transforms need rows around ------------------------------------------
 
 
-class Looking(HistoryTransform):
-    """Changes nothing, and needs what it is told to need."""
-
-    def __init__(self, **needs: Any) -> None:
-        self.needs = Needs(**needs)
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        return data
-
-
 def steps(done: list[int], **columns: Any) -> TensorDict:
     done_ = torch.tensor(done, dtype=torch.bool)
     columns = {name: torch.as_tensor(value) for name, value in columns.items()}
     return TensorDict({"next": {"done": done_}, **columns}, batch_size=[len(done)])
 
 
-def looking(capacity: int, *transforms: Looking, eps: float = 0.0, **options: Any) -> ReplayBuffer:
+def needing(capacity: int, *transforms: Needing, eps: float = 0.0, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(
         storage=LazyTensorStorage(capacity, ndim=options.pop("ndim", 1)),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=eps, **options),
@@ -217,7 +206,7 @@ def law_of(values: list[float]) -> torch.Tensor:
 
 
 def test_rows_without_history_are_not_drawn(follows: Any) -> None:
-    rb = looking(10, Looking(past=2))
+    rb = needing(10, Needing(past=2))
     joined = [False, True, True, True, True, True, True, True, True, True]
     rb.extend(steps([0, 0, 0, 0, 1, 0, 0, 0, 0, 0], is_init=joined))
     rb.update_priority(torch.arange(10), torch.arange(1.0, 11.0))
@@ -229,7 +218,7 @@ def test_rows_without_history_are_not_drawn(follows: Any) -> None:
 
 
 def test_changing_transforms_and_back_restores_the_law(follows: Any) -> None:
-    rb = looking(8)
+    rb = needing(8)
     rb.extend(steps([0, 0, 0, 1, 0, 0, 0, 0], is_init=[False] * 8))
     p = torch.tensor([1.0, 4, 2, 3, 5, 1, 2, 6])
     rb.update_priority(torch.arange(8), p)
@@ -254,7 +243,7 @@ def test_changing_transforms_and_back_restores_the_law(follows: Any) -> None:
 
 
 def test_rows_that_arrive_one_at_a_time() -> None:
-    rb = looking(10, Looking(past=2))
+    rb = needing(10, Needing(past=2))
     for step in range(2):
         rb.extend(steps([0], is_init=[False]))
         assert not rb.can_sample(1)
@@ -265,22 +254,8 @@ def test_rows_that_arrive_one_at_a_time() -> None:
     assert data["priority_weight"].tolist() == [1.0] * 10
 
 
-def test_updates_between_draws_are_followed(follows: Any) -> None:
-    rb = looking(12, Looking(past=1))
-    rb.extend(steps([0] * 12, is_init=[False] * 12))
-    rb.sample(1)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(5):
-        at = torch.randint(12, (4,), generator=generator)
-        rb.update_priority(at, torch.rand(4, generator=generator) + 0.1)
-        at.fill_(0)  # the caller's own memory
-        p = rb.sampler.state_dict()["_priorities"].double()
-        p[0] = 0
-        assert follows(rb.sample(5000)["index"], p / p.sum())
-
-
 def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
-    rb = looking(4, Looking(past=1))
+    rb = needing(4, Needing(past=1))
     rb.extend(steps([0] * 4, is_init=[False] * 4))
     rb.update_priority(torch.arange(4), torch.tensor([1.0, 0, 0, 0]))
     assert not rb.can_sample(1)
@@ -291,24 +266,13 @@ def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
     assert rb.sample(2)["index"].tolist() == [2, 2]
 
 
-def test_a_copy_draws_the_same() -> None:
-    rb = looking(6, Looking(past=1))
-    rb.extend(steps([0] * 6, is_init=[False] * 6))
-    rb.update_priority(torch.arange(6), torch.arange(1.0, 7.0))
-    rb.sample(3)
-    other = copy.deepcopy(rb)
-    assert torch.equal(rb.sample(50)["index"], other.sample(50)["index"])
-    other.update_priority(torch.tensor([1]), torch.tensor([100.0]))
-    assert torch.equal(rb.sampler.state_dict()["_priorities"], torch.arange(1.0, 7.0))
-
-
 def test_saved_and_loaded(tmp_path: Any, follows: Any) -> None:
-    rb = looking(6, Looking(past=1))
+    rb = needing(6, Needing(past=1))
     rb.extend(steps([0] * 8, is_init=[False] * 8))
     rb.update_priority(torch.arange(6), torch.arange(1.0, 7.0))
     rb.sample(3)
     rb.dumps(tmp_path / "saved")
-    other = looking(6, Looking(past=1))
+    other = needing(6, Needing(past=1))
     other.extend(steps([0, 1], is_init=[True] * 2))
     other.sample(1)
     other.loads(tmp_path / "saved")
@@ -319,7 +283,7 @@ def test_a_storage_that_knows_no_episodes() -> None:
     rb = ReplayBuffer(
         storage=ListStorage(4),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
-        transform=Looking(past=1),
+        transform=Needing(past=1),
     )
     rb.extend(steps([0, 0]))
     refuses(RuntimeError, "ListStorage", rb.sample, 1)

@@ -30,21 +30,11 @@ from replaykit import (
     StalenessAwareSampler,
 )
 from replaykit.episodes import Needs
-from replaykit.transforms import HistoryTransform, Transform
+from replaykit.transforms import Transform
+from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
 CAPACITY = 24
-
-
-class _Needing(HistoryTransform):
-    """Changes nothing, and needs what it is told to need."""
-
-    def __init__(self, **needs: Any) -> None:
-        super().__init__()
-        self.needs = Needs(**needs)
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        return data
 
 
 @dataclass
@@ -194,7 +184,7 @@ def test_pass_between_writes_matches_model(needs: Needs, drop_last: bool, shuffl
         truth = _Truth()
         model = _Pass(truth, drop_last, seed if shuffle else None)
         sampler = SamplerWithoutReplacement(shuffle=shuffle, drop_last=drop_last)
-        rb = _buffer(sampler, _Needing(**_fields(needs)), seed)
+        rb = _buffer(sampler, Needing(**_fields(needs)), seed)
         for _ in range(60):
             what = rng.random()
             if what < 0.25:

@@ -22,61 +22,42 @@ from replaykit import (
 )
 from tests.support.refusals import refuses
 
-NAN, INF = math.nan, math.inf
+NAN, INF, REQUIRED = math.nan, math.inf, object()
 
 
 # -- construction ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "missing"), [({"beta": 0.9}, "alpha"), ({"alpha": 1}, "beta")])
-def test_alpha_and_beta_are_required(options: Any, missing: str) -> None:
-    refuses(TypeError, f"PrioritizedSampler needs {missing}", PrioritizedSampler, **options)
-    refuses(TypeError, f"needs {missing}", PrioritizedSampler, 10, **options)
-
-
-def test_positional_calls_work() -> None:
-    sampler = PrioritizedSampler(10, 0.7, 0.9, 1e-6, torch.float64, "mean", True, "cpu")
-    assert (sampler.max_capacity, sampler.alpha, sampler.beta, sampler.eps) == (10, 0.7, 0.9, 1e-6)
-    assert (sampler.dtype, sampler.reduction) == (torch.float64, "mean")
-    assert sampler.max_priority_within_buffer
-    assert sampler.device == torch.device("cpu")
-
-
 @pytest.mark.pitfall("IF6")
 def test_the_signature_is_there_to_read() -> None:
-    """IF6: names, defaults and annotations of every argument."""
-    parameters = inspect.signature(PrioritizedSampler).parameters
-    assert list(parameters) == [
-        "max_capacity",
-        "alpha",
-        "beta",
-        "eps",
-        "dtype",
-        "reduction",
-        "max_priority_within_buffer",
-        "device",
-        "weight_norm",
-        "stratified",
-        "replacement",
-    ]
+    """IF6: names, defaults and annotations of every argument, also of those given by position."""
+    given = (10, 0.7, 0.9, 1e-6, torch.float64, "mean", True, torch.device("cpu"))
+    sampler, parameters = (
+        PrioritizedSampler(*given),
+        inspect.signature(PrioritizedSampler).parameters,
+    )
+    assert tuple(getattr(sampler, name) for name in list(parameters)[:8]) == given
+    assert list(parameters)[8:] == ["weight_norm", "stratified", "replacement"]
     assert parameters["eps"].default == 1e-8
     assert parameters["weight_norm"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "required" in repr(parameters["alpha"].default)
 
 
-@pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
-@pytest.mark.parametrize("value", [-0.1, NAN, INF, -INF])
-def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
-    arguments = {"alpha": 0.7, "beta": 0.9, "eps": 1e-8, name: value}
-    refuses(ValueError, f"{name} must be greater or equal", PrioritizedSampler, **arguments)
-    with pytest.raises(TypeError, match=f"{name}: expected a number"):
-        PrioritizedSampler(**{**arguments, name: "large"})
-    PrioritizedSampler(**{**arguments, name: torch.tensor(0)})
-
-
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
+        ({"alpha": REQUIRED}, TypeError, "PrioritizedSampler needs alpha"),
+        ({"max_capacity": 10, "beta": REQUIRED}, TypeError, "needs beta"),
+        *[
+            case
+            for name in ("alpha", "beta", "eps")
+            for case in (
+                ({name: -0.1}, ValueError, f"{name} must be greater or equal"),
+                ({name: NAN}, ValueError, f"{name} must be greater or equal"),
+                ({name: INF}, ValueError, f"{name} must be greater or equal"),
+                ({name: "large"}, TypeError, f"{name}: expected a number"),
+            )
+        ],
         ({"dtype": torch.float16}, NotImplementedError, "float32 or float64, got torch.float16"),
         ({"dtype": torch.int64}, NotImplementedError, "dtype"),
         ({"reduction": "product"}, ValueError, "reduction: .* got 'product'"),
@@ -87,8 +68,10 @@ def test_exponents_are_finite_and_not_negative(name: str, value: float) -> None:
         ({"alpha": 2.0, "eps": 1e30}, ValueError, "power alpha=2.0"),
     ],
 )
-def test_other_arguments_are_checked(options: Any, error: Any, match: str) -> None:
-    refuses(error, match, PrioritizedSampler, **{"alpha": 0.7, "beta": 0.9, **options})
+def test_invalid_arguments_are_refused(options: Any, error: Any, match: str) -> None:
+    given = {"alpha": 0.7, "beta": 0.9, **options}
+    given = {name: value for name, value in given.items() if value is not REQUIRED}
+    refuses(error, match, PrioritizedSampler, **given)
 
 
 @pytest.mark.pitfall("PR14")
@@ -169,22 +152,6 @@ def test_weights_match_textbook_example(dtype: torch.dtype, prioritized: Any, la
     assert weight.max() == 1
 
 
-def test_weights_ignore_records_that_cannot_be_drawn(prioritized: Any) -> None:
-    buffer = prioritized([0.0, 2.0, 4.0, 0.0], eps=0.0, alpha=1.0, beta=1.0)
-    index, info = buffer.sampler.sample(buffer.storage, 50)
-    assert set(index.tolist()) == {1, 2}
-    assert torch.equal(info["priority_weight"], torch.where(index == 1, 1.0, 0.5))
-    buffer.update_priority(1, 0.0)
-    assert buffer.sample(5, return_info=True)[1]["priority_weight"].tolist() == [1.0] * 5
-
-
-def test_beta_zero_weighs_all_the_same(prioritized: Any) -> None:
-    buffer = prioritized([1.0, 5.0, 7.0], beta=0.0)
-    assert buffer.sample(20, return_info=True)[1]["priority_weight"].tolist() == [1.0] * 20
-    buffer.sampler.beta = 1
-    assert buffer.sample(20, return_info=True)[1]["priority_weight"].min() < 0.5
-
-
 def test_batch_carries_index_generation_and_weight() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10), sampler=PrioritizedSampler(alpha=0.7, beta=0.9)
@@ -218,17 +185,6 @@ def test_powers_too_small_to_be_kept_are_zero(prioritized: Any) -> None:
     index, info = buffer.sampler.sample(buffer.storage, 50)
     assert set(index.tolist()) == {1, 2}
     assert torch.equal(info["priority_weight"], torch.where(index == 1, 1.0, 0.25))
-
-
-def test_empty_buffer_cannot_be_sampled(prioritized: Any) -> None:
-    buffer = prioritized(capacity=4)
-    assert not buffer.can_sample(1)
-    refuses(RuntimeError, "Cannot sample from an empty storage", buffer.sample, 1)
-    buffer.extend(torch.arange(4))
-    assert buffer.can_sample(1)
-    buffer.empty()
-    assert not buffer.can_sample(1)
-    refuses(RuntimeError, "empty storage", buffer.sample, 1)
 
 
 def test_a_storage_without_a_limit_takes_as_much_memory_as_it_needs() -> None:

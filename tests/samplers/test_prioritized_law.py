@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LazyMemmapStorage,
-    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
@@ -21,8 +18,6 @@ from replaykit import (
 )
 from replaykit.samplers.priority_rules import PriorityLaw
 from replaykit.samplers.priority_table import PriorityTable
-
-CAPACITIES = [1, 2, 3, 8, 63, 64, 65]
 
 
 def draws(buffer: ReplayBuffer, count: int, batch: int = 500) -> torch.Tensor:
@@ -37,8 +32,8 @@ def draws(buffer: ReplayBuffer, count: int, batch: int = 500) -> torch.Tensor:
 
 
 @pytest.mark.pitfall("PR4")
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 1.7])
+@pytest.mark.parametrize("capacity", [1, 3, 63, 64, 65])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.7])
 def test_records_are_drawn_by_their_priorities(
     capacity: int, alpha: float, prioritized: Any, law: Any, follows: Any
 ) -> None:
@@ -48,32 +43,21 @@ def test_records_are_drawn_by_their_priorities(
     assert follows(draws(buffer, 20_000), law(p, alpha))
 
 
-def _storage(kind: str, folder: Path) -> Any:
-    made = {
-        "list": lambda: ListStorage(12),
-        "lazy_stack": lambda: LazyStackStorage(12),
-        "tensor": lambda: LazyTensorStorage(12),
-        "memmap": lambda: LazyMemmapStorage(12, scratch_dir=folder),
-    }
-    return made[kind]()
-
-
-@pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap"])
+@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage])
 @pytest.mark.parametrize("rows", [7, 12, 17])
 def test_partly_filled_full_and_wrapped_storages_follow_the_law(
-    kind: str, rows: int, tmp_path: Path, prioritized: Any, law: Any, follows: Any, raw: Any
+    storage: Any, rows: int, prioritized: Any, law: Any, follows: Any, raw: Any
 ) -> None:
     """Records not stored never take part, and those that took their slots do."""
-    buffer = prioritized(storage=_storage(kind, tmp_path / "rows"))
+    buffer = prioritized(storage=storage(12))
     for start in range(0, rows, 4):
         numbers = torch.arange(start, min(start + 4, rows))
         index = buffer.extend(TensorDict({"x": numbers}, numbers.shape))
         buffer.update_priority(index, torch.arange(1.0, len(index) + 1) + start / 4)
     assert follows(draws(buffer, 20_000), law(raw(buffer), 0.7))
-    if kind != "memmap":
-        buffer.empty()
-        buffer.extend(TensorDict({"x": torch.arange(3)}, [3]))
-        assert follows(draws(buffer, 6_000), law([1, 1, 1], 0.7))
+    buffer.empty()
+    buffer.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    assert follows(draws(buffer, 6_000), law([1, 1, 1], 0.7))
 
 
 def test_lanes_draw_records_by_priority(prioritized: Any, law: Any, follows: Any, raw: Any) -> None:

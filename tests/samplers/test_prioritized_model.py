@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
@@ -29,20 +37,18 @@ class Model:
         self.writes = 0
         self.largest = 1.0
 
-    @property
-    def default(self) -> float:
+    def default(self, new: Collection[int] = ()) -> float:
+        """The priority of rows that are new in these slots."""
         if not self.within:
             return self.largest
-        return max((row[1] for row in self.rows), default=1.0)
+        kept = [row[1] for slot, row in enumerate(self.rows) if slot not in new]
+        return max(kept, default=1.0)
 
     def extend(self, numbers: list[int], given: list[float] | None) -> list[int]:
         slots = [(self.cursor + i) % self.capacity for i in range(len(numbers))]
         self.cursor = (self.cursor + len(numbers)) % self.capacity
         new = dict(zip(slots, zip(numbers, given or numbers, strict=True), strict=True))
-        kept = [row for slot, row in enumerate(self.rows) if slot not in new]
-        default = self.largest
-        if self.within:
-            default = max((row[1] for row in kept), default=1.0)
+        default = self.default(new)
         for slot in sorted(new):
             number, priority = new[slot]
             row = [number, priority if given else default, self.writes]
@@ -83,7 +89,7 @@ class PrioritizedBuffer(RuleBasedStateMachine):
             "max_priority_within_buffer": within,
             "dtype": torch.float64,
         }
-        self.alpha, self.listed = 0.7, listed
+        self.alpha, self.beta, self.listed = 0.7, 0.4, listed
         self.buffer = self.make(capacity)
         self.model = Model(capacity, within)
         self.number = 0
@@ -93,7 +99,7 @@ class PrioritizedBuffer(RuleBasedStateMachine):
     def make(self, capacity: int) -> ReplayBuffer:
         return ReplayBuffer(
             storage=(ListStorage if self.listed else LazyTensorStorage)(capacity),
-            sampler=PrioritizedSampler(alpha=self.alpha, beta=0.4, **self.options),
+            sampler=PrioritizedSampler(alpha=self.alpha, beta=self.beta, **self.options),
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -124,6 +130,19 @@ class PrioritizedBuffer(RuleBasedStateMachine):
     def add(self, value: float) -> None:
         data, numbers = self.data([value])
         assert [self.buffer.add(data[0])] == self.model.extend(numbers, [value])
+
+    @rule(count=st.integers(1, 5))
+    def another_buffer_extends(self, count: int) -> None:
+        data, numbers = self.data([None] * min(count, self.model.capacity))
+        other = ReplayBuffer(storage=self.buffer.storage)
+        assert other.extend(data).tolist() == self.model.extend(numbers, None)
+
+    @precondition(lambda self: len(self.buffer) > 0)
+    @rule(slots=st.lists(st.integers(-1, 40), min_size=1, max_size=4))
+    def mark_update(self, slots: list[int]) -> None:
+        slots = [slot % len(self.buffer) if slot >= 0 else -1 for slot in slots]
+        self.model.update(slots, [self.model.default(slots)] * len(slots), None)
+        self.buffer.mark_update(torch.tensor(slots))
 
     @precondition(lambda self: len(self.buffer) > 0)
     @rule(pairs=st.lists(st.tuples(st.integers(-1, 40), priorities), max_size=6))
@@ -171,20 +190,27 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         with pytest.raises(IndexError, match=str(outside)):
             self.buffer.update_priority(index, torch.tensor([5.0, 6.0, 7.0]))
 
-    @rule()
-    def empty(self) -> None:
-        self.buffer.empty()
-        writes = self.model.writes
-        self.model = Model(self.model.capacity, self.model.within)
-        self.model.writes = writes
+    @rule(by_another=st.booleans())
+    def empty(self, by_another: bool) -> None:
+        (ReplayBuffer(storage=self.buffer.storage) if by_another else self.buffer).empty()
+        old, self.model = self.model, Model(self.model.capacity, self.model.within)
+        self.model.writes = old.writes
+        if by_another:  # what this buffer was told of priorities still holds
+            self.model.largest = old.largest
 
     @rule(alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
     def set_alpha(self, alpha: float) -> None:
         self.buffer.sampler.alpha = self.alpha = alpha
 
+    @rule(beta=st.sampled_from([0.0, 0.4, 1.0]))
+    def set_beta(self, beta: float) -> None:
+        self.buffer.sampler.beta = self.beta = beta
+
     @rule()
     def set_sampler(self) -> None:
-        self.buffer.set_sampler(PrioritizedSampler(alpha=self.alpha, beta=0.4, **self.options))
+        self.buffer.set_sampler(
+            PrioritizedSampler(alpha=self.alpha, beta=self.beta, **self.options)
+        )
         self.model.largest = 1.0
         self.dropped = 0
         for row in self.model.rows:
@@ -211,7 +237,7 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         sampler = self.buffer.sampler
         got = sampler.state_dict()["_priorities"].tolist()
         assert got == [row[1] for row in self.model.rows]
-        assert sampler.default_priority == self.model.default
+        assert sampler.default_priority == self.model.default()
         assert sampler.dropped_updates == self.dropped
 
     @invariant()
@@ -221,7 +247,8 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         possible = [value for value in values if value > 0]
         assert self.buffer.can_sample(1) == bool(possible)
         if not possible:
-            with pytest.raises(RuntimeError):
+            reason = "every stored priority is zero" if values else "from an empty storage"
+            with pytest.raises(RuntimeError, match=reason):
                 self.buffer.sample(1)
             return
         data, info = self.buffer.sample(8, return_info=True)
@@ -229,11 +256,16 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         assert min(drawn) > 0
         assert data["x"].tolist() == [self.model.rows[i][0] for i in info["index"].tolist()]
         base = min(possible if self.options["weight_norm"] == "global" else drawn)
-        expected = [(value / base) ** -0.4 for value in drawn]
+        expected = [(value / base) ** -self.beta for value in drawn]
         assert info["priority_weight"].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-PrioritizedBuffer.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-)
-TestPrioritizedBuffer = PrioritizedBuffer.TestCase
+@pytest.mark.pitfall("PR6", "PR17")
+def test_a_buffer_with_priorities_equals_the_model() -> None:
+    """PR6: late updates went to other records. PR17: the largest priority was of a lost one."""
+    run_state_machine_as_test(
+        PrioritizedBuffer,
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
+        ),
+    )

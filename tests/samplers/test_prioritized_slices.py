@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,10 @@ from replaykit import (
     ReplayBuffer,
     Sequence,
     SliceSampler,
-    TensorDictMaxValueWriter,
 )
 from replaykit.buffer.components import set_chain
-from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
-from replaykit.transforms import NStep, StackFrames
-from replaykit.transforms.history import HistoryTransform
+from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
 
@@ -159,19 +155,6 @@ def test_all_window_makers_use_the_same_ends() -> None:
     assert pairs == {tuple(pair) for pair in rb.sample(400)["index"].reshape(-1, 2).tolist()}
 
 
-@pytest.mark.pitfall("BD20")
-def test_slices_from_the_beginnings_of_episodes(follows: Any) -> None:
-    rb = slices(30, 3)
-    step = torch.arange(30) % 6
-    rb.extend(steps(step == 5, td_error=(step == 0).float()))
-    assert follows(starts(rb, 4000), law_of((step == 0).double()))
-    rb.extend(steps(step[:8] == 5, td_error=(step[:8] == 0).float(), start=30))
-    expected = torch.zeros(30)
-    expected[[0, 6, 12, 18, 24]] = 1  # the episode of slot 6 has two rows so far
-    expected[6] = 0
-    assert follows(starts(rb, 4000), law_of(expected))
-
-
 # -- windows that are not full --------------------------------------------------------------------
 
 
@@ -184,19 +167,25 @@ def shares(rb: ReplayBuffer, size: int) -> dict[tuple[int, ...], int]:
     return found
 
 
-def test_short_episodes_are_whole_windows() -> None:
-    rb = slices(10, strict_length=False)
-    rb.extend(steps([0, 1, 0, 0, 0, 0, 1, 1, 0, 0]))
-    assert set(shares(rb, 1200)) == {(0, 1), (2, 3, 4), (3, 4, 5), (4, 5, 6), (7,), (8, 9)}
-
-
-def test_a_right_span_hangs_over_the_end() -> None:
-    rb = slices(5, span=(False, 1))
-    rb.extend(steps([0] * 5))
-    assert set(shares(rb, 600)) == {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}
-    rb = slices(5, span=(False, True))
-    rb.extend(steps([0] * 5))
-    assert set(shares(rb, 600)) == {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4), (4,)}
+@pytest.mark.filterwarnings("ignore:.*start of an episode")
+@pytest.mark.parametrize(
+    ("options", "done", "windows"),
+    [
+        (
+            {"strict_length": False},
+            [0, 1, 0, 0, 0, 0, 1, 1, 0, 0],
+            {(0, 1), (2, 3, 4), (3, 4, 5), (4, 5, 6), (7,), (8, 9)},
+        ),
+        ({"span": (False, 1)}, [0] * 5, {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}),
+        ({"span": (False, True)}, [0] * 5, {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4), (4,)}),
+        ({"span": (2, False)}, TWO, {(s, s + 1, s + 2) for s in (0, 1, 4, 5, 6, 7)}),
+    ],
+)
+def test_windows_that_are_not_full(options: dict[str, Any], done: Any, windows: Any) -> None:
+    """A span at the left is ignored with a warning."""
+    rb = slices(len(done), **options)
+    rb.extend(steps(done))
+    assert set(shares(rb, 1200)) == windows
 
 
 def test_padding_at_the_right(follows: Any) -> None:
@@ -213,13 +202,6 @@ def test_padding_at_the_right(follows: Any) -> None:
     left = torch.where(start < 6, 6 - start, 8 - start).clamp(max=3)
     assert torch.equal(mask.sum(1), left)
     assert (data["next", "done"].sum(1) == 1).all()
-
-
-def test_left_span_is_ignored_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="start of an episode"):
-        rb = slices(10, span=(2, False))
-    rb.extend(steps(TWO))
-    assert set(shares(rb, 900)) == {(s, s + 1, s + 2) for s in (0, 1, 4, 5, 6, 7)}
 
 
 # -- other draws ----------------------------------------------------------------------------------
@@ -268,41 +250,15 @@ def test_successive_draws_exclude_earlier_draws(capacity: int, follows: Any) -> 
 # -- sequences reference S7, S9, S10, F20, F21 ----------------------------------------------------
 
 
-class Looking(HistoryTransform):
-    def __init__(self, **needs: Any) -> None:
-        self.needs = Needs(**needs)
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        return data
-
-
 def test_starts_respect_needs_of_transforms(follows: Any) -> None:
     rb = slices(12, 2)
-    set_chain(rb, Compose(Looking(past=2, open_future=1)))
+    set_chain(rb, Compose(Needing(past=2, open_future=1)))
     init = torch.zeros(12, 1, dtype=torch.bool)
     rb.extend(steps([0, 0, 0, 0, 0, 1] + [0] * 6, is_init=init))
     p = torch.arange(1.0, 13.0)
     rb.update_priority(torch.arange(12), p)
     # Starts from the third row of an episode on; the open one does not use its newest row.
     assert follows(starts(rb, 8000, 2), law_of([0, 0, 3, 4, 5, 0, 0, 0, 9, 10, 0, 0]))
-
-
-def test_with_transforms_that_read_around() -> None:
-    rb = slices(40, 4)
-    rb.append_transform(NStep(2, 0.5)).append_transform(StackFrames("obs", 3))
-    done = torch.arange(40) % 10 == 9
-    obs = torch.arange(40.0)[:, None]
-    rows = steps(done, obs=obs)
-    rows["next", "obs"] = obs + 1
-    rows["next", "reward"] = torch.ones(40, 1)
-    rb.extend(rows)
-    rb.update_priority(torch.arange(40), (torch.arange(40) % 10 < 7).float())
-    data = rb.sample(400)
-    step = data["step"]
-    for back in range(3):
-        behind = torch.minimum(step % 10, torch.tensor(back))
-        assert torch.equal(data["obs"][:, 2 - back], (step - behind).float())
-    assert torch.equal(data["next", "reward"][:, 0], torch.where(step % 10 == 9, 1.0, 1.5))
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -408,6 +364,7 @@ def test_a_draw_that_fails_changes_no_priority(
 def test_zero_weight_of_all_starts_raises_error() -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
+    refuses(RuntimeError, "slice_len=3", rb.sample, 10)
     rb.update_priority(torch.arange(10), torch.tensor([0.0, 0, 5, 5, 0, 0, 0, 0, 5, 5]))
     assert not rb.can_sample(3)
     with pytest.raises(RuntimeError, match="zero") as raised:
@@ -436,6 +393,8 @@ def test_zero_weight_of_all_starts_raises_error() -> None:
         ({"end_key": "a", "end_keys": ["b"]}, RuntimeError),
         ({"pad_output": True}, ValueError),
         ({"flat": False, "strict_length": False}, ValueError),
+        ({"recent": 0.5}, TypeError),
+        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError),
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
@@ -444,15 +403,9 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exce
         PrioritizedSliceSampler(**given)
 
 
-def test_alpha_and_beta_are_needed() -> None:
+def test_capacity_may_be_given_by_position() -> None:
     refuses(TypeError, "alpha", PrioritizedSliceSampler, slice_len=3)
     assert PrioritizedSliceSampler(100, 0.5, 0.4, slice_len=3).max_capacity == 100
-
-
-def test_batches_that_slices_do_not_fill() -> None:
-    rb = slices(10)
-    rb.extend(steps(TWO))
-    refuses(RuntimeError, "slice_len=3", rb.sample, 10)
 
 
 def test_content_without_episodes() -> None:
@@ -464,15 +417,6 @@ def test_content_without_episodes() -> None:
             storage=LazyTensorStorage(3),
             sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2),
             sample_unit=Sequence(2),
-        )
-
-
-def test_writer_that_reorders_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="order"):
-        ReplayBuffer(
-            storage=LazyTensorStorage(3),
-            sampler=PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=2),
-            writer=TensorDictMaxValueWriter(rank_key="step"),
         )
 
 
@@ -489,25 +433,6 @@ def test_a_copy_is_independent() -> None:
     assert (rb.sampler.state_dict()["_priorities"] == 1).all()
 
 
-@pytest.mark.parametrize("capacity", [6, 30])
-def test_loading_into_another_capacity_keeps_priorities(
-    capacity: int, tmp_path: Any, follows: Any
-) -> None:
-    rb = slices(10, 2)
-    rb.extend(steps([0] * 14))
-    raw = torch.arange(1.0, 11.0)
-    rb.update_priority(torch.arange(10), raw)
-    rb.dumps(tmp_path / "saved")
-    other = slices(capacity, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        other.loads(tmp_path / "saved")
-    kept = torch.cat([raw[4:], raw[:4]])[-capacity:]  # in the order of writing
-    assert torch.equal(other.sampler.state_dict()["_priorities"], kept)
-    kept[-1] = 0
-    assert follows(starts(other, 8000, 2), law_of(kept))
-
-
 def test_set_storage_resets_priorities(follows: Any) -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
@@ -517,17 +442,6 @@ def test_set_storage_resets_priorities(follows: Any) -> None:
     ReplayBuffer(storage=other).extend(steps([0, 0, 0, 0, 1, 0, 0, 0]))
     rb.set_storage(other)
     assert follows(starts(rb, 4000), law_of([1, 1, 1, 0, 0, 1, 0, 0]))
-
-
-def test_several_buffers_over_one_storage(follows: Any) -> None:
-    rb = slices(8, 2)
-    other = ReplayBuffer(storage=rb.storage)
-    rb.extend(steps([0] * 3))
-    rb.sample(2)
-    other.extend(steps([0] * 7, start=3))
-    allowed = torch.ones(8)
-    allowed[1] = 0  # the newest row
-    assert follows(starts(rb, 4000, 2), law_of(allowed))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -206,19 +206,3 @@ def test_inactive_recent_share_changes_no_draw() -> None:
             a, b = rb.sample(30), plain.sample(30)
             assert a["t"].equal(b["t"])
             assert a["priority_weight"].equal(b["priority_weight"])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"recent": 0.5}, TypeError, r"recent as \(ratio, steps\)"),
-        ({"recent": (1.5, 3)}, ValueError, r"in \[0, 1\], got 1.5"),
-        ({"recent": (0.5, 0)}, ValueError, "at least 1, got 0"),
-        ({"recent": (0.5, 3), "draw": "without_replacement"}, ValueError, "recent= needs"),
-    ],
-)
-def test_invalid_arguments_are_refused_at_construction(
-    options: dict[str, Any], error: Any, text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        PrioritizedSliceSampler(alpha=1.0, beta=1.0, slice_len=3, **options)

@@ -36,6 +36,7 @@ def refuses(raw: Any) -> Any:
 
 INDICES = {
     "int": (2, [1, 1, 9, 1]),
+    "nobody": (-1, [1, 1, 1, 1]),
     "numpy int": (np.int64(2), [1, 1, 9, 1]),
     "scalar tensor": (torch.tensor(2), [1, 1, 9, 1]),
     "tensor": (torch.tensor([0, 3]), [9, 1, 1, 9]),
@@ -121,6 +122,44 @@ def test_priority_too_large_for_the_dtype_is_refused(prioritized: Any, refuses: 
     refuses(prioritized([1.0], alpha=1.0, dtype=torch.float64), ValueError, "power", 0, 1.7e308)
 
 
+ONE, TWO = torch.ones(1), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("index", "priority", "error", "match"),
+    [
+        ([0, 1], ONE, ValueError, "expected"),
+        ([0, 1], torch.ones(3), ValueError, "expected"),
+        ([0, 1], torch.ones(1, 2), ValueError, "expected"),
+        (0, TWO, ValueError, "expected"),
+        ([], ONE, ValueError, "expected"),
+        ([0, 1], torch.ones(0), ValueError, "expected"),
+        (torch.zeros(2, 2, dtype=torch.int64), TWO, ValueError, "expected"),
+        ([0], torch.tensor([1j]), ValueError, "real numbers"),
+        ("01", 1.0, TypeError, "index"),
+        (torch.tensor([0.0]), 1.0, TypeError, "index"),
+        (torch.tensor([True, False]), 1.0, TypeError, "index"),
+        (None, 1.0, TypeError, "index"),
+    ],
+)
+def test_unsuitable_indices_and_priorities_are_refused(
+    index: Any, priority: Any, error: Any, match: str, prioritized: Any, refuses: Any
+) -> None:
+    refuses(prioritized([1.0, 2.0]), error, match, index, priority)
+    seen = prioritized([1.0, 2.0])
+    refuses(seen, ValueError, "generation for each of the 2", [0, 1], 1.0, generation=[0])
+    refuses(seen, TypeError, "integers", [0, 1], 1.0, generation=torch.zeros(2))
+
+
+def test_the_last_of_very_many_wins(prioritized: Any, raw: Any) -> None:
+    buffer = prioritized([1.0] * 8)
+    many = torch.randint(8, (100_000,), generator=torch.Generator().manual_seed(0))
+    priority = torch.rand(100_000) + 0.1
+    buffer.update_priority(many, priority)
+    last = [priority[int((many == slot).nonzero()[-1])].item() for slot in range(8)]
+    assert raw(buffer) == last
+
+
 @pytest.mark.pitfall("PR3")
 @pytest.mark.parametrize("wrong", [3, 4, 8, -2, 2**40, -(2**40), 2**62])
 def test_an_index_outside_is_an_error(wrong: int, prioritized: Any, refuses: Any) -> None:
@@ -132,99 +171,6 @@ def test_an_index_outside_is_an_error(wrong: int, prioritized: Any, refuses: Any
     refuses(buffer, IndexError, rf"got {wrong}$", index, torch.ones(3), generation=index * 0)
     with pytest.raises(IndexError, match=rf"got {wrong}$"):
         buffer.mark_update(index)
-
-
-def test_minus_one_is_ignored(prioritized: Any, raw: Any) -> None:
-    buffer = prioritized([1.0, 2.0, 3.0])
-    buffer.update_priority(torch.tensor([-1, 0, -1, 2]), torch.tensor([9.0, 8.0, 9.0, 7.0]))
-    assert raw(buffer) == [8.0, 2.0, 7.0]
-    buffer.sampler.update_priority(torch.tensor([-1, -1]), torch.tensor([99.0, 99.0]))
-    buffer.sampler.update_priority(-1, 99.0)
-    assert raw(buffer) == [8.0, 2.0, 7.0]
-    assert buffer.sampler.default_priority == 8.0
-    buffer.mark_update(torch.tensor([-1, 1]))
-    assert raw(buffer) == [8.0, 8.0, 7.0]
-
-
-def test_the_last_of_several_wins(prioritized: Any, raw: Any) -> None:
-    buffer = prioritized([1.0] * 8, weight_norm="global", max_priority_within_buffer=True)
-    buffer.update_priority(torch.tensor([5, 7, 5, 5]), torch.tensor([9.0, 2.0, 8.0, 0.5]))
-    assert raw(buffer) == [1.0] * 5 + [0.5, 1.0, 2.0]
-    assert buffer.sampler.default_priority == 2.0
-    many = torch.randint(8, (100_000,), generator=torch.Generator().manual_seed(0))
-    priority = torch.rand(100_000) + 0.1
-    buffer.update_priority(many, priority)
-    last = [priority[int((many == slot).nonzero()[-1])].item() for slot in range(8)]
-    assert raw(buffer) == last
-
-
-@pytest.mark.parametrize(
-    ("index", "priority"),
-    [
-        ([0, 1], [1.0]),
-        ([0, 1], [1.0, 2.0, 3.0]),
-        ([0, 1], [[1.0, 2.0]]),
-        (0, [1.0, 2.0]),
-        ([], [1.0]),
-        ([0, 1], []),
-        (torch.zeros(2, 2, dtype=torch.int64), [1.0, 1.0]),
-    ],
-)
-def test_lengths_have_to_agree(index: Any, priority: Any, prioritized: Any, refuses: Any) -> None:
-    refuses(prioritized([1.0, 2.0]), ValueError, "expected", index, torch.tensor(priority))
-
-
-def test_generations_go_with_the_index(prioritized: Any, refuses: Any) -> None:
-    buffer = prioritized([1.0, 2.0])
-    refuses(buffer, ValueError, "generation for each of the 2", [0, 1], 1.0, generation=[0])
-    refuses(buffer, TypeError, "integers", [0, 1], 1.0, generation=torch.zeros(2))
-
-
-@pytest.mark.parametrize("index", ["01", torch.tensor([0.0]), torch.tensor([True, False]), None])
-def test_invalid_index_raises_type_error(index: Any, prioritized: Any, refuses: Any) -> None:
-    refuses(prioritized([1.0, 2.0]), TypeError, "index", index, 1.0)
-
-
-def test_complex_priorities_are_refused(prioritized: Any, refuses: Any) -> None:
-    refuses(prioritized([1.0, 2.0]), ValueError, "real numbers", [0], torch.tensor([1j]))
-
-
-# -- late updates ---------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("PR6")
-def test_updates_of_overwritten_records_are_dropped_and_counted(prioritized: Any, raw: Any) -> None:
-    """PR6: they went to the records that took the slots."""
-    buffer = prioritized([1.0, 2.0, 3.0, 4.0])
-    index = torch.tensor([0, 1, 2, 3, -1, 0])
-    seen = buffer.storage.ledger.generations(index)
-    seen[4] = 7  # of an entry that is ignored: whatever it says
-    buffer.sampler.update_priority(index, 5.0, generation=seen)
-    assert (raw(buffer), buffer.sampler.dropped_updates) == ([5.0] * 4, 0)
-    buffer.extend(torch.tensor([40, 41]))
-    assert raw(buffer) == [5.0] * 4
-    buffer.sampler.update_priority(
-        index, torch.tensor([9.0, 9.0, 6.0, 7.0, 9.0, 9.0]), generation=seen
-    )
-    assert raw(buffer) == [5.0, 5.0, 6.0, 7.0]
-    assert buffer.sampler.dropped_updates == 3
-    assert buffer.sampler.default_priority == 7.0
-    buffer.extend(torch.arange(4))
-    buffer.update_priority(index, 9.0, generation=seen)
-    assert raw(buffer) == [7.0] * 4
-    assert buffer.sampler.dropped_updates == 8
-
-
-@pytest.mark.pitfall("PR6")
-def test_updates_of_removed_records_are_dropped(prioritized: Any, raw: Any) -> None:
-    """PR6: a learner that is late by one ``empty`` is told nothing, and changes nothing."""
-    buffer = prioritized([1.0, 2.0, 3.0, 4.0])
-    _, info = buffer.sample(4, return_info=True)
-    buffer.empty()
-    buffer.extend(torch.arange(2))
-    buffer.update_priority(info["index"], 9.0, generation=info["index_generation"])
-    assert raw(buffer) == [1.0, 1.0]
-    assert buffer.sampler.dropped_updates == 4
 
 
 # -- several lanes --------------------------------------------------------------------------------
@@ -257,15 +203,23 @@ def test_lanes_have_separate_priorities(lanes: ReplayBuffer, raw: Any) -> None:
 
 
 @pytest.mark.pitfall("PR3")
-@pytest.mark.parametrize("wrong", [[3, 0], [0, 2], [0, -1], [-2, 0], [2**62, 0], [-(2**62), 1]])
-def test_a_cell_outside_is_an_error(wrong: list[int], lanes: ReplayBuffer, refuses: Any) -> None:
+@pytest.mark.parametrize(
+    ("index", "error", "match"),
+    [
+        *[
+            (torch.tensor([[0, 0], wrong]), IndexError, "expected")
+            for wrong in ([3, 0], [0, 2], [0, -1], [-2, 0], [2**62, 0], [-(2**62), 1])
+        ],
+        (torch.tensor([0, 1, 2]), ValueError, r"shape \[K, 2\]"),
+        (1, ValueError, r"shape \[K, 2\]"),
+        (torch.zeros(2, 3, dtype=torch.long), ValueError, r"shape \[K, 2\]"),
+    ],
+)
+def test_cells_outside_and_other_coordinates_are_refused(
+    index: Any, error: Any, match: str, lanes: ReplayBuffer, refuses: Any
+) -> None:
     """PR3: in either coordinate."""
-    refuses(lanes, IndexError, "expected", torch.tensor([[0, 0], wrong]), 5.0)
-
-
-@pytest.mark.parametrize("index", [torch.tensor([0, 1, 2]), 1, torch.zeros(2, 3, dtype=torch.long)])
-def test_lanes_need_all_coordinates(index: Any, lanes: ReplayBuffer, refuses: Any) -> None:
-    refuses(lanes, ValueError, r"shape \[K, 2\]", index, 5.0)
+    refuses(lanes, error, match, index, 5.0)
 
 
 def test_priorities_laid_out_like_the_data(lanes: ReplayBuffer, raw: Any) -> None:
@@ -319,13 +273,3 @@ def test_priorities_of_removed_rows_are_not_restored(raw: Any) -> None:
     assert raw(sampler) == []
     sampler.extend([3])
     assert raw(sampler) == [1.0] * 4
-
-
-def test_rows_emptied_by_another_buffer_lose_their_priorities(prioritized: Any, raw: Any) -> None:
-    buffer = prioritized([5.0, 6.0, 7.0, 8.0])
-    other = ReplayBuffer(storage=buffer.storage)
-    other.empty()
-    assert not buffer.can_sample(1)
-    other.extend(torch.arange(2))
-    assert raw(buffer) == [8.0, 8.0]
-    assert set(buffer.sample(20).tolist()) <= {0, 1}

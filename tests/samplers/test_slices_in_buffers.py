@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,39 +11,24 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSliceSampler,
     ReplayBuffer,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
-from replaykit.episodes import Needs
 from replaykit.errors import NotEnoughData
 from replaykit.storages.columns import Columns
-from replaykit.transforms import HistoryTransform
+from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
 Make = Callable[..., ReplayBuffer]
 Windows = Callable[[TensorDict], list[list[int]]]
 
 
-# -- rings -----------------------------------------------------------------------------------------
-
-
 # -- what transforms need --------------------------------------------------------------------------
-
-
-class _Needing(HistoryTransform):
-    """Needs rows around, and changes nothing."""
-
-    def __init__(self, **needs: Any) -> None:
-        super().__init__()
-        self.needs = Needs(**needs)
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        return data
 
 
 @pytest.mark.parametrize(
@@ -70,7 +56,7 @@ def test_rows_around_that_transforms_need(
     data["next", "done"][13] = data["next", "terminated"][13] = False
     rb = sliced(data[:12], 12, slice_len=3, **options)
     rb.extend(data[12:])
-    rb.append_transform(_Needing(**needs))
+    rb.append_transform(Needing(**needs))
     assert {w[0] for w in windows_of(rb.sample(3 * 300))} == expected
     rb.set_sampler(SliceSampler(slice_len=3, draw="sequential", stride=1))
     assert {w[0] for w in windows_of(rb.sample(3 * len(expected)))} == expected
@@ -78,7 +64,7 @@ def test_rows_around_that_transforms_need(
 
 def test_unmet_needs_of_transforms_raise_error(sliced: Make, rows: Callable[..., Any]) -> None:
     rb = sliced(rows([6], open_=True), slice_len=3)
-    rb.append_transform(_Needing(closed=True))
+    rb.append_transform(Needing(closed=True))
     assert not rb.can_sample(3)
     refuses(NotEnoughData, r"longest episode has 6; transforms also need", rb.sample, 3)
 
@@ -101,19 +87,18 @@ def test_rows_are_read_once(sliced: Make, monkeypatch: pytest.MonkeyPatch) -> No
 # -- other components ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+@pytest.mark.parametrize(
+    "kind", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler]
+)
 def test_a_writer_that_does_not_keep_the_order(kind: Any) -> None:
     text = f"{kind.__name__} needs rows in the order in which they were written"
-    with pytest.raises(ValueError, match=text):
-        ReplayBuffer(
-            storage=LazyTensorStorage(5),
-            sampler=kind(slice_len=2),
-            writer=TensorDictMaxValueWriter(),
-        )
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), writer=TensorDictMaxValueWriter())
-    refuses(ValueError, text, rb.set_sampler, kind(slice_len=2))
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=kind(slice_len=2))
-    refuses(ValueError, text, rb.set_writer, TensorDictMaxValueWriter())
+    priorities = {"alpha": 1.0, "beta": 1.0} if kind is PrioritizedSliceSampler else {}
+    make, writer = partial(ReplayBuffer, storage=LazyTensorStorage(5)), TensorDictMaxValueWriter
+    sampler = partial(kind, slice_len=2, **priorities)
+    refuses(ValueError, text, make, sampler=sampler(), writer=writer())
+    refuses(ValueError, text, make(writer=writer()).set_sampler, sampler())
+    rb = make(sampler=sampler())
+    refuses(ValueError, text, rb.set_writer, writer())
     assert type(rb.sampler) is kind
 
 
@@ -125,14 +110,6 @@ def test_other_content_is_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=SliceSampler(slice_len=2))
     rb.extend(torch.arange(5))
     refuses(RuntimeError, "slices need TensorDicts", rb.sample, 2)
-
-
-def test_mapped_storage(tmp_path: Any, rows: Callable[..., Any], windows_of: Windows) -> None:
-    rb = ReplayBuffer(
-        storage=LazyMemmapStorage(10, scratch_dir=tmp_path), sampler=SliceSampler(slice_len=3)
-    )
-    rb.extend(rows([4, 10])[:13])
-    assert {w[0] for w in windows_of(rb.sample(300))} == {4, 5, 6, 7, 8, 9, 10}
 
 
 @pytest.mark.pitfall("BD20")
