@@ -100,6 +100,7 @@ class _Truth:
 
 
 _NEEDS = [
+    Needs(),
     Needs(past=2),
     Needs(past=1),
     Needs(open_future=3),
@@ -157,6 +158,8 @@ class _Pass:
         there = [slot for slot in self.left if slot in slots]
         if len(there) < (size if self.drop_last else 1):
             there = [t % CAPACITY for t in now]
+            if needs == Needs():  # there is no need to ask where episodes are
+                there.sort()
             if self.generator is not None:
                 order = torch.randperm(len(now), generator=self.generator)
                 there = [there[number] for number in order.tolist()]
@@ -173,12 +176,13 @@ class _Pass:
         return [slots[slot] for slot in drawn], ended
 
 
+@pytest.mark.pitfall("RD13")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("needs", _NEEDS, ids=str)
 def test_pass_between_writes_matches_model(needs: Needs, drop_last: bool, shuffle: bool) -> None:
-    """Rows, their order, ``ran_out`` and ``can_sample`` of 15 programs of 60 writes and draws."""
+    """RD13: rows, their order, ``ran_out`` and ``can_sample`` of 15 programs of 60 steps."""
     for seed in range(15):
         rng = random.Random(seed)
         truth = _Truth()
@@ -193,7 +197,7 @@ def test_pass_between_writes_matches_model(needs: Needs, drop_last: bool, shuffl
                 rb.cut()
                 truth.sever()
             else:
-                size = rng.randint(1, 6)
+                size = rng.choice([1, 2, 3, 4, 5, 6, 9, 30])
                 expected = model.draw(size, needs)
                 assert rb.can_sample(size) == (expected is not None), seed
                 if expected is None:

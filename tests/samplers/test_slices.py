@@ -160,38 +160,7 @@ def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given(
     assert {w[0] for w in windows_of(other.sample(500))} == {0, 1, 6, 7}
 
 
-def test_ids_of_a_static_tensor(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
-    ends = torch.zeros(10, dtype=torch.bool)
-    ends[[3, 9]] = True
-    for options in ({"ends": ends}, {"trajectories": torch.tensor([7] * 4 + [2] * 6)}):
-        rb = sliced(rows([5, 5]), slice_len=4, **options)
-        assert {w[0] for w in windows_of(rb.sample(400))} == {0, 4, 5, 6}
-
-
 # -- the law ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD11")
-@pytest.mark.parametrize("left", [False, True, 0, 2])
-@pytest.mark.parametrize("right", [False, True, 0, 2])
-def test_slices_that_hang_over(left: Any, right: Any, sliced: Make, windows_of: Windows) -> None:
-    length = 4
-    rb = sliced([4, 9], slice_len=length, span=(left, right))
-    low = length - max(length - 1 if s is True else int(s) for s in (left, right))
-    low_hang, high_hang = (length - 1 if s is True else int(s) for s in (left, right))
-    expected = set()
-    for first, n in ((0, 4), (4, 9)):
-        for s in range(-low_hang, n - length + high_hang + 1):
-            expected.add((first + max(s, 0), first + min(s + length, n)))
-    seen = set()
-    batch = rb.sample(length * 10_000)
-    for window in windows_of(batch):
-        assert low <= len(window) <= length
-        seen.add((window[0], window[-1] + 1))
-    assert seen == expected
-    assert batch["next", "done"].sum() == 10_000
 
 
 @pytest.mark.pitfall("BD19")

@@ -146,27 +146,6 @@ def test_padding_has_its_values(align: str, sliced: Make, rows: Callable[..., An
     assert (sliced(data, slice_len=4, pad="both")[:]["x"] == 1).all()
 
 
-@pytest.mark.parametrize("short", ["whole", "law", "exclude"])
-@pytest.mark.parametrize("pad", ["none", "left", "right", "both"])
-def test_every_padded_window_is_drawn(pad: str, short: str, sliced: Make) -> None:
-    rb = sliced([2, 5], slice_len=3, pad=pad, short=short)
-    batch = rb.sample(3 * 2000)
-    mask = batch["collector", "mask"].reshape(-1, 3)
-    t = batch["t"].reshape(-1, 3)
-    seen = {tuple(row[real].tolist()) for row, real in zip(t, mask, strict=True)}
-    left, right = 2 * (pad in ("left", "both")), 2 * (pad in ("right", "both"))
-    whole = short == "whole"
-    expected = set()
-    for first, n in ((0, 2), (2, 5)):
-        if n < 3 and (whole or short == "exclude"):
-            expected |= {(0, 1)} if whole else set()
-            continue
-        for s in range(-left, n - 3 + right + 1):
-            expected.add(tuple(range(first + max(s, 0), first + min(s + 3, n))))
-    assert seen == expected
-    assert (batch["t"][~batch["collector", "mask"]] == 0).all()
-
-
 @pytest.mark.parametrize("options", [{}, {"strict_length": False}, {"pad": "both"}, {"span": True}])
 def test_tensors_of_a_device_are_marked_alike(
     options: dict[str, Any],
