@@ -34,7 +34,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
     TensorStorage,
 )
-from replaykit.samplers.consuming import LiveSlots
+from replaykit.transforms import Transform
 from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
@@ -76,6 +76,12 @@ class Model:
         self.rows[slot], self.uses[slot] = row, 0
         return slot
 
+    def put(self, slots: list[int], rows: list[int]) -> None:
+        """What another writer stores is there as if it had never been drawn."""
+        for slot, row in zip(slots, rows, strict=True):
+            self.rows[slot], self.uses[slot] = row, 0
+            self.free = [one for one in self.free if one != slot]
+
     def use(self, slots: list[int]) -> None:
         for slot in slots:
             self.uses[slot] += 1
@@ -87,8 +93,23 @@ class Model:
         return [slot for slot, uses in enumerate(self.uses) if uses < self.most]
 
 
+class Fails(Transform):
+    """Makes no batch while ``fails`` is set."""
+
+    fails = False
+
+    def forward(self, data: Any) -> Any:
+        if self.fails:
+            raise OSError("no")
+        return data
+
+
+AGAIN: list[Any] = [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_consuming_buffer_matches_plain_model(seed: int, tmp_path: Path) -> None:
+    """Writes, also by another buffer over the storage, draws that fail, copies, and `empty`."""
     chance = random.Random(seed)
     uses, capacity = chance.randint(1, 3), chance.choice([5, 9, 30])
     storage = [
@@ -97,11 +118,27 @@ def test_consuming_buffer_matches_plain_model(seed: int, tmp_path: Path) -> None
         LazyMemmapStorage(capacity, scratch_dir=tmp_path / "rows"),
         LazyStackStorage(capacity),
     ][seed % 4]
-    rb = consuming(uses, storage=storage, seed=seed)
+    rb = consuming(uses, storage=storage, seed=seed, transform=Fails())
     model = Model(capacity, uses)
     next_row = 0
     for _ in range(150):
-        if chance.random() < 0.5:
+        turn = chance.random()
+        other = ReplayBuffer(storage=rb.storage)
+        if turn < 0.05 and model.rows:
+            slots = chance.sample(range(len(model.rows)), chance.randint(1, len(model.rows)))
+            other.writer.write_at(torch.tensor(slots), numbers(next_row, len(slots)))
+            model.put(slots, list(range(next_row, next_row + len(slots))))
+            next_row += len(slots)
+        elif turn < 0.1 and model.live:
+            rb.transform[0].fails = True
+            refuses(OSError, "no", rb.sample, chance.randint(1, 8))
+            rb.transform[0].fails = False
+        elif turn < 0.13 and "Memmap" not in type(rb.storage).__name__:
+            rb = chance.choice(AGAIN)(rb)
+        elif turn < 0.16:
+            chance.choice([rb, other]).empty()
+            model = Model(capacity, uses)
+        elif chance.random() < 0.5:
             # No more than there are slots: which row of a batch stays is a matter of the writer.
             n = chance.randint(1, min(7, capacity - len(model.free) or 7, capacity))
             index = rb.extend(numbers(next_row, n))
@@ -125,7 +162,6 @@ def test_consuming_buffer_matches_plain_model(seed: int, tmp_path: Path) -> None
         assert len(rb) == len(model.live)
         assert rb.can_sample(1) is bool(model.live)
         assert rb.storage[:] is not None if model.rows else True
-    assert rb.write_count == next_row
     assert rb.stats()["size"] == len(model.live)
 
 
@@ -194,25 +230,6 @@ def test_a_batch_longer_than_the_capacity_leaves_its_newest_rows() -> None:
     assert len(rb) == 4
 
 
-def test_a_batch_that_could_not_be_made_is_given_back() -> None:
-    fails = [True]
-
-    def transform(data: Any) -> Any:
-        if fails[0]:
-            raise OSError("no")
-        return data
-
-    for size in (None, 3):
-        fails[0] = True
-        rb = consuming(2, transform=transform, batch_size=4)
-        rb.extend(numbers(0, 5))
-        refuses(OSError, "no", rb.sample, size)
-        assert len(rb) == 5
-        fails[0] = False
-        drawn = [n for batch in rb for n in batch["number"].tolist()]
-        assert Counter(drawn) == dict.fromkeys(range(5), 2)
-
-
 def test_a_row_that_was_written_meanwhile_is_not_given_back() -> None:
     rb = consuming(2, 4, batch_size=4)
 
@@ -228,35 +245,6 @@ def test_a_row_that_was_written_meanwhile_is_not_given_back() -> None:
     uses = rb.sampler.state_dict()["_sample_count"]
     assert sorted(uses.tolist()) == [0, 1, 1, 1]
     assert len(rb) == 4
-
-
-def test_rows_of_another_buffer_over_the_same_storage() -> None:
-    storage = LazyTensorStorage(6)
-    rb, other = consuming(1, storage=storage), ReplayBuffer(storage=storage)
-    other.extend(numbers(0, 4))
-    assert len(rb) == 4
-    freed = rb.sample(4, return_info=True)[1]["index"].tolist()
-    other.writer.write_at(torch.tensor(freed[:1]), numbers(50, 1))
-    assert (len(rb), rb.sample(3)["number"].tolist()) == (1, [50])
-    assert rb.extend(numbers(60, 2)).tolist() == freed[1:3]
-    other.empty()
-    assert len(rb) == 0
-    other.extend(numbers(0, 2))
-    assert sorted(rb.sample(9)["number"].tolist()) == [0, 1]
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-def test_copy_after_empty_keeps_draw_counts(made: Any) -> None:
-    rb = consuming(2, 9, batch_size=4)
-    rb.extend(numbers(0, 4))
-    rb.empty()
-    rb.extend(numbers(4, 3))
-    rb.sample(3)
-    copied = made(rb)
-    assert len(copied) == 3
-    copied.sample(3)  # the second and last draw of each row
-    assert len(copied) == 0
-    assert len(rb) == 3
 
 
 @pytest.mark.parametrize("capacity", [7, 40])
@@ -307,17 +295,16 @@ def test_invalid_states_are_refused() -> None:
 # -- what it goes with ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [True, 1.5, "2"])
-def test_uses_are_whole_numbers(given: Any) -> None:
-    refuses(TypeError, "max_sample_count as an int", ConsumingSampler, given)
-    with pytest.raises(TypeError, match="consume_after_n_samples as an int"):
-        ReplayBuffer(consume_after_n_samples=given)
-
-
-@pytest.mark.parametrize("given", [0, -3])
-def test_uses_are_at_least_one(given: int) -> None:
-    refuses(ValueError, "at least 1", ConsumingSampler, given)
-    refuses(ValueError, "at least 1", ReplayBuffer, consume_after_n_samples=given)
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        *[(given, TypeError, "as an int") for given in (True, 1.5, "2")],
+        *[(given, ValueError, "at least 1") for given in (0, -3)],
+    ],
+)
+def test_uses_are_whole_numbers(given: Any, error: Any, text: str) -> None:
+    refuses(error, text, ConsumingSampler, given)
+    refuses(error, text, ReplayBuffer, consume_after_n_samples=given)
 
 
 def test_consume_argument_accepts_compatible_samplers() -> None:
@@ -342,6 +329,7 @@ def test_consume_argument_accepts_compatible_samplers() -> None:
         ({"storage": lambda: LazyTensorStorage(8, ndim=2)}, ValueError, "ndim"),
         ({"shared": True, "storage": lambda: LazyTensorStorage(8)}, ValueError, "shared"),
         ({"sample_unit": Sequence(2)}, ValueError, "Sequence"),
+        ({"transform": lambda: NStep(2, 0.9)}, ValueError, "rows around"),
         ({"writer": TensorDictMaxValueWriter()}, TypeError, "write_at"),
         (
             {"writer": ImmutableDatasetWriter(), "storage": TensorStorage(torch.zeros(4))},
@@ -366,44 +354,15 @@ def test_consuming_sampler_refuses_incompatible_options(
         assert plain.sampler is before
 
 
-def test_consuming_sampler_refuses_incompatible_storages() -> None:
+def test_consuming_sampler_refuses_incompatible_parts() -> None:
     rb = consuming()
-    for part, error in (
-        (lambda: rb.set_writer(TensorDictMaxValueWriter()), TypeError),
-        (lambda: rb.set_storage(LazyTensorStorage(8, ndim=2)), ValueError),
-    ):
-        with pytest.raises(error):
-            part()
+    refuses(TypeError, "write_at", rb.set_writer, TensorDictMaxValueWriter())
+    refuses(ValueError, "ndim", rb.set_storage, LazyTensorStorage(8, ndim=2))
+    refuses(ValueError, "rows around", rb.append_transform, NStep(2, 0.9))
     assert isinstance(rb.writer, RoundRobinWriter)
+    assert len(rb.transform) == 0
     rb.extend(numbers(0, 3))
     assert len(rb) == 3
-
-
-def test_transforms_that_read_the_rows_around_are_refused() -> None:
-    refuses(ValueError, "rows around", consuming, transform=NStep(2, 0.9))
-    rb = consuming()
-    refuses(ValueError, "rows around", rb.append_transform, NStep(2, 0.9))
-    assert len(rb.transform) == 0
-    plain = ReplayBuffer(transform=NStep(2, 0.9))
-    refuses(ValueError, "rows around", plain.set_sampler, ConsumingSampler())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_that_another_buffer_forgot_leave_no_free_slots(seed: int) -> None:
-    """A write goes to the beginning again, not to slots that nobody has written since."""
-    storage = LazyTensorStorage(8)
-    rb = ReplayBuffer(
-        storage=storage,
-        sampler=ConsumingSampler(),
-        generator=torch.Generator().manual_seed(seed),
-    )
-    other = ReplayBuffer(storage=storage)
-    rb.extend(numbers(0, 4))
-    rb.sample(4)
-    other.empty()
-    assert rb.extend(numbers(10, 2)).tolist() == [0, 1]
-    assert (len(rb), len(storage)) == (2, 2)
-    assert sorted(rb.sample(8)["number"].tolist()) == [10, 11]
 
 
 def test_rows_that_are_not_there_are_not_drawn() -> None:
@@ -421,41 +380,3 @@ def test_rows_that_are_not_there_are_not_drawn() -> None:
     assert (rb.sample(8)["number"] < 4).all()
     assert len(rb.extend(numbers(4, 6))) == 6
     assert sorted(rb.sample(8)["number"].tolist()) == [4, 5, 6, 7, 8, 9]
-
-
-# -- the slots ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_live_slots_match_model_lists(seed: int) -> None:
-    """Writes out of line, and draws that are taken back, against two lists."""
-    chance = random.Random(seed)
-    slots, live, line, most = LiveSlots(), set(range(20)), [], 1
-    slots.written(np.arange(20))
-    for _ in range(400):
-        turn = chance.random()
-        if turn < 0.4 and live:
-            drawn = chance.sample(sorted(live), chance.randint(1, len(live)))
-            slots.use(np.array(drawn), most)
-            live -= set(drawn)
-            line += drawn
-        elif turn < 0.6 and line:
-            free = slots.free(chance.randint(1, 25)).tolist()
-            assert free == line[: len(free)]
-            slots.written(np.array(free))
-            live |= set(free)
-            line = line[len(free) :]
-        elif turn < 0.8 and line:  # by somebody else, or taken back
-            gone = chance.sample(line, chance.randint(1, len(line)))
-            if turn < 0.7:
-                slots.written(np.array(gone))
-            else:
-                slots.unused(np.array(gone), most)
-            live |= set(gone)
-            line = [slot for slot in line if slot not in gone]
-        assert slots.count == len(live)
-        assert set(slots.at(np.arange(slots.count)).tolist()) == live
-        if turn > 0.95:
-            assert slots.free(99).tolist() == line
-            slots = LiveSlots.of(*slots.state(), most)
-    assert slots.state()[2].tolist() == line

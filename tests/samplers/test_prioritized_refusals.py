@@ -10,10 +10,8 @@ from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
-    LinearScheduler,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
-    StepScheduler,
 )
 
 
@@ -80,27 +78,3 @@ def test_options_that_a_given_sampler_would_not_see_are_refused(option: dict[str
     with pytest.raises(TypeError, match=f"got sampler and {next(iter(option))}"):
         _buffer(sampler=sampler, **option)
     assert _buffer(sampler=sampler).sampler is sampler
-
-
-def test_read_only_attribute_cannot_be_scheduled() -> None:
-    with pytest.raises(ValueError, match="PrioritizedSampler that can be set, got 'eps'"):
-        LinearScheduler(_buffer(), "eps", 1.0, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("initial", "abc"), ("num_steps", 0), ("final_value", None), ("min_value", "0")],
-)
-def test_a_state_that_no_scheduler_gave_is_refused(name: str, value: Any) -> None:
-    scheduler = LinearScheduler(_buffer(), "beta", 0.5, 4)
-    scheduler.step()
-    before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=f"expected {name} as"):
-        scheduler.load_state_dict({**before, name: value})
-    assert scheduler.state_dict() == before
-
-
-def test_a_mode_is_no_number() -> None:
-    scheduler = StepScheduler(_buffer(), "beta", 0.5)
-    with pytest.raises(ValueError, match="expected mode as"):
-        scheduler.load_state_dict({**scheduler.state_dict(), "mode": 3})

@@ -136,6 +136,7 @@ def test_scheduler_list_steps_all_schedulers(sampler: Any) -> None:
     [
         (lambda s: LinearScheduler(object(), "beta", 1, 1), TypeError, "sampler or a buffer"),
         (lambda s: LinearScheduler(s, "gamma", 1, 1), ValueError, "'gamma'"),
+        (lambda s: LinearScheduler(s, "eps", 1, 2), ValueError, "that can be set, got 'eps'"),
         (lambda s: LinearScheduler(s, "reduction", 1, 1), ValueError, "to be a number"),
         (lambda s: LinearScheduler(RandomSampler(), "beta", 1, 1), ValueError, "RandomSampler"),
         (lambda s: LinearScheduler(s, "beta", 1, 0), ValueError, "num_steps"),
@@ -198,6 +199,26 @@ def test_states_of_other_schedulers_are_refused(kind: str, sampler: Any) -> None
     for state in wrong:
         with pytest.raises(ValueError, match="expected"):
             scheduler.load_state_dict({"schedulers": [state]} if kind == "list" else state)
+    assert scheduler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("linear", "initial", "abc"),
+        ("linear", "num_steps", 0),
+        ("linear", "final_value", None),
+        ("linear", "min_value", "0"),
+        ("step", "mode", 3),
+    ],
+)
+def test_a_state_that_no_scheduler_gave_is_refused(
+    kind: str, name: str, value: Any, sampler: Any
+) -> None:
+    scheduler = MAKERS[kind](sampler)
+    scheduler.step()
+    before = scheduler.state_dict()
+    refuses(ValueError, f"expected {name} as", scheduler.load_state_dict, {**before, name: value})
     assert scheduler.state_dict() == before
 
 

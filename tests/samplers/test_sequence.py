@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
-    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PreviousStep,
@@ -26,6 +25,7 @@ from replaykit import (
     TensorStorage,
     Transition,
 )
+from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
 
@@ -59,20 +59,6 @@ def expanded(rb: ReplayBuffer, anchors: list[Any]) -> tuple[list[Any], dict[str,
 
 TWO = [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 """Episodes in rows 0..3 and 4..9."""
-
-
-# -- the contract's own example -------------------------------------------------------------------
-
-
-def test_pad_in_the_middle() -> None:
-    rb = buffer(Sequence(length=3, burn_in=2, bootstrap=1), TWO)
-    index, info = expanded(rb, [5])
-    assert index == [4, 4, 5, 6, 7, 8]
-    assert info["learning_mask"] == [False, False, True, True, True, False]
-    assert info["validity_mask"] == [False, True, True, True, True, True]
-    assert info["anchor_index"] == [5] * 6
-    assert info["sequence_id"] == [0] * 6
-    assert info["step_in_sequence"] == [0, 1, 2, 3, 4, 5]
 
 
 def test_batch_has_sequence_keys_and_masks() -> None:
@@ -195,17 +181,6 @@ def _stored(lane: Lane) -> range:
 
 
 # -- with other parts -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-def test_sequences_work_with_every_storage(storage: Any) -> None:
-    rb = ReplayBuffer(storage=storage(10), sample_unit=Sequence(3))
-    rb.extend(rows(TWO))
-    data = rb.sample(16)
-    window = data["step"].reshape(16, 3)
-    valid = data["validity_mask"].reshape(16, 3)
-    assert valid[:, 0].all()
-    assert ((window[:, 1:] - window[:, :-1]) == valid[:, 1:].long()).all()
 
 
 def test_sampler_info_is_repeated_for_each_row() -> None:
@@ -346,49 +321,25 @@ def test_anchors_are_drawn_by_priority(follows: Any) -> None:
     assert torch.equal(data["priority_weight"], 1 / data["anchor_index"].float())
 
 
-def test_an_anchor_gets_the_largest_of_its_valid_rows() -> None:
+@pytest.mark.parametrize("shape", [(120,), (120, 1), (120, 2, 3), (30, 4), (30, 4, 1)])
+@pytest.mark.parametrize("part", [120, 80])
+def test_an_anchor_gets_the_largest_of_its_valid_rows(part: int, shape: tuple[int, ...]) -> None:
+    """Of all rows of a batch, or of some of them in any order."""
     rb = prioritized(Sequence(3, burn_in=1))
-    data = rb.sample(30)
-    shape = (30, 4)
-    anchors = data["anchor_index"].reshape(shape)[:, 0]
-    data["td_error"] = torch.rand(120, generator=torch.Generator().manual_seed(1))
-    data["td_error"][~data["validity_mask"]] = float("nan")
-    rb.update_tensordict_priority(data)
-    now = rb.sampler.state_dict()["_priorities"]
-    for row in range(10):
-        windows = (data["anchor_index"] == row) & data["validity_mask"]
-        expected = data["td_error"][windows].max() if windows.any() else torch.tensor(1.0)
-        assert now[row] == expected
-    assert len(anchors.unique()) < 30  # several windows of one anchor were among them
-
-
-@pytest.mark.parametrize("shape", [(120, 1), (120, 2, 3), (30, 4), (30, 4, 1)])
-def test_shapes_of_priorities(shape: tuple[int, ...]) -> None:
-    rb = prioritized(Sequence(3, burn_in=1))
-    data = rb.sample(30)
     value = torch.rand(shape, generator=torch.Generator().manual_seed(1))
-    if shape[0] == 30:
-        data = data.reshape(30, 4)
-    data["td_error"] = value
-    rb.update_tensordict_priority(data)
-    flat = value.reshape(120, -1).amax(1)
-    data = data.reshape(-1)
-    flat[~data["validity_mask"]] = 0
-    now = rb.sampler.state_dict()["_priorities"]
-    for row in data["anchor_index"].unique().tolist():
-        assert now[row] == flat[data["anchor_index"] == row].max()
-
-
-def test_part_of_a_sample_in_any_order() -> None:
-    rb = prioritized(Sequence(3))
-    data = rb.sample(20)
-    data["td_error"] = torch.rand(60, generator=torch.Generator().manual_seed(1))
-    some = data[torch.randperm(60, generator=torch.Generator().manual_seed(2))[:40]]
-    rb.update_tensordict_priority(some)
-    now = rb.sampler.state_dict()["_priorities"]
-    for row in some["anchor_index"].unique().tolist():
-        chosen = (some["anchor_index"] == row) & some["validity_mask"]
-        assert now[row] == (some["td_error"][chosen].max() if chosen.any() else 1.0)
+    data = rb.sample(30)
+    rows = data.reshape(shape[:2]) if shape[0] == 30 else data
+    rows["td_error"] = value
+    mask = rows["validity_mask"]
+    rows["td_error"][~mask] = float("nan")
+    if shape[0] == 120:
+        rows = rows[torch.randperm(120, generator=torch.Generator().manual_seed(2))[:part]]
+    rb.update_tensordict_priority(rows)
+    now, rows = rb.sampler.state_dict()["_priorities"], rows.reshape(-1)
+    for row in range(10):
+        chosen = (rows["anchor_index"] == row) & rows["validity_mask"]
+        assert now[row] == (rows["td_error"][chosen].max() if chosen.any() else 1.0)
+    assert len(data["anchor_index"].unique()) < 30  # several windows of one anchor were among them
 
 
 def test_an_anchor_that_was_overwritten_keeps_the_new_priority() -> None:
@@ -445,7 +396,7 @@ def test_anchors_by_the_measure_of_slices_of_one_row(measure: str) -> None:
         generator=torch.Generator().manual_seed(3),
     )
     rb.extend(TensorDict({"row": torch.arange(12), "next": {"done": done}}, [12]))
-    counts, draws = torch.zeros(12), 60
+    counts, draws = torch.zeros(12, dtype=torch.float64), 60
     for _ in range(draws):
         batch = rb.sample()
         assert batch.shape == (600,)
@@ -453,10 +404,8 @@ def test_anchors_by_the_measure_of_slices_of_one_row(measure: str) -> None:
         assert (batch["row"].view(200, 3)[:, 1] == anchors[:, 1]).all()
         assert not batch["next", "done"].view(200, 3)[~done[batch["row"]].view(200, 3)].any()
         counts += torch.bincount(anchors[:, 0], minlength=12)
-    size = torch.tensor([n for n in lengths for _ in range(n)]).float()
-    wanted = 1 / (4 * size) if measure == "trajectory" else torch.full((12,), 1 / 12)
-    expected = wanted * 200 * draws
-    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 0.999 of chi-square, 11
+    share = [1 / (4 * n) if measure == "trajectory" else 1 / 12 for n in lengths for _ in range(n)]
+    assert chi_square_p(counts.tolist(), [p * 200 * draws for p in share]) > 1e-3
 
 
 def test_recent_anchors_and_draws_in_order() -> None:
