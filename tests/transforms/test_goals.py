@@ -46,7 +46,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @given(
-    size=st.integers(0, 40),
+    size=st.integers(0, 40) | st.just(5000),
     width=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     packed=st.booleans(),
@@ -66,13 +66,6 @@ def test_the_core_and_torch_agree(
         assert leaves[key].shape == value.shape
         assert bits(leaves[key]) == bits(value), key
     assert bits(leaves[ACHIEVED]) == bits(before)
-
-
-def test_core_relabels_many_rows_like_torch() -> None:
-    rows, fresh, leaves = leaves_of(5000, 3, torch.float32, True, 0)
-    expected, _ = HindsightGoal()._relabelled(leaves, rows, fresh)
-    assert relabel_rows(rows.numpy(), fresh.numpy(), list(leaves.values()))
-    assert all(bits(leaves[key]) == bits(value) for key, value in expected.items())
 
 
 def ring_of(

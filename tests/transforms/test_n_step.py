@@ -31,8 +31,6 @@ from replaykit import (
 )
 from replaykit.samplers import Sampler
 from replaykit.storages.row_kernels import StepsAhead
-from replaykit.transforms.discounting import discounted_sums
-from replaykit.transforms.history import HistoryTransform
 from tests.transforms.streams import Streams, histories, play
 
 TERMINATED, TRUNCATED = 1, 2
@@ -192,42 +190,6 @@ def test_other_rewards_and_data_without_next() -> None:
     assert found["bootstrap"].all()
 
 
-class _Ends(HistoryTransform):
-    """Ends episodes where the observation says so, and doubles rewards: as a relabel may."""
-
-    relabels = True
-    relabel_keys = (("observation",),)
-    changes = frozenset({("next", "reward"), ("next", "terminated"), ("next", "done")})
-
-    def apply(self, data: Any, fetched: Any, around: Any) -> Any:
-        leaves = {key: data[key] for key in [*self.changes, ("observation",)]}
-        for key, leaf in self.relabel(leaves, None, None, None).items():
-            data.set(key, leaf)
-        return data
-
-    def relabel(self, leaves: Any, where: Any, fetched: Any, around: Any) -> Any:
-        at_five = leaves["observation",][..., 1:] % 5 == 4
-        for key in self.changes:
-            if key in leaves:
-                leaves[key] = leaves[key] * 2 if key[-1] == "reward" else leaves[key] | at_five
-        return leaves
-
-
-def test_rewards_and_ends_are_those_of_a_relabel_before() -> None:
-    own = Streams(Compose(_Ends(), NStep(3, 0.5)))
-    own.extend([[0]] * 12)
-    for (_, number), row in own.drawn().items():
-        steps = min(3, 5 - number % 5, 12 - number)
-        rewards = [own.rows[0][number + k].reward * 2 for k in range(steps)]
-        assert row["steps_used"].item() == steps
-        assert row["next", "reward"].item() == pytest.approx(
-            sum(0.5**k * reward for k, reward in enumerate(rewards)), abs=1e-5
-        )
-        assert row["bootstrap"].item() is ((number + steps - 1) % 5 != 4)
-    stored = own.buffer.storage[:]
-    assert not stored["next", "done"].any()
-
-
 # -- windows --------------------------------------------------------------------------------------
 
 
@@ -285,28 +247,19 @@ def test_per_step_is_the_backward_recursion(window: list[int], end: int, gamma: 
         assert batch["next", "observation"][place].tolist() == [1, 2 * slot + 1]
 
 
-def test_per_step_stops_at_ends_inside_of_a_window() -> None:
-    own = Streams(None)
-    own.extend([[0], [1], [0], [2], [0], [0]])
-    own.cut()
-    own.extend([[0], [0]])
-    windows = [[0, 1, 2, 3], [3, 4, 5, 6]]
-    batch = drawn_windows(own.buffer, NStep(gamma=1.0, per_step=True), windows)
-    assert batch["steps_used"].flatten().tolist() == [2, 1, 2, 1, 1, 2, 1, 1]
-    assert batch["bootstrap"].flatten().tolist() == [False, False] + [True] * 6
-    assert batch["boot", "observation"][:, 1].tolist() == [3, 3, 7, 7, 7, 11, 11, 13]
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     ends=st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=2, max_size=20),
-    n=st.integers(1, 7),
+    n=st.integers(1, 8) | st.none(),
     gamma=st.sampled_from([0.0, 0.5, 1.0]),
     data=st.data(),
 )
-def test_per_step_with_a_limit(ends: list[int], n: int, gamma: float, data: Any) -> None:
+def test_per_step_with_a_limit(ends: list[int], n: int | None, gamma: float, data: Any) -> None:
     own = Streams(None)
-    own.extend([[end] for end in ends])
+    cut = data.draw(st.integers(1, len(ends)))
+    own.extend([[end] for end in ends[:cut]])
+    own.cut()
+    own.extend([[end] for end in ends[cut:]] or [[0]])
     length = data.draw(st.integers(1, len(ends)))
     starts = data.draw(st.lists(st.integers(0, len(ends) - length), min_size=1, max_size=4))
     windows = [list(range(start, start + length)) for start in starts]
@@ -314,7 +267,7 @@ def test_per_step_with_a_limit(ends: list[int], n: int, gamma: float, data: Any)
     place = 0
     for window in windows:
         for slot in window:
-            stop = min(own.last(0, slot), window[-1], slot + n - 1)
+            stop = min(own.last(0, slot), window[-1], slot + (n or 99) - 1)
             rewards = [own.rows[0][k].reward for k in range(slot, stop + 1)]
             total = sum(gamma**k * reward for k, reward in enumerate(rewards))
             assert batch["next", "reward"][place].item() == pytest.approx(total, abs=1e-5)
@@ -328,23 +281,6 @@ def test_per_step_wants_rows_that_follow_each_other() -> None:
     own.extend([[0]] * 6)
     with pytest.raises(ValueError, match="gaps between rows"):
         drawn_windows(own.buffer, NStep(gamma=0.9, per_step=True), [[0, 2, 4]])
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 20, None])
-def test_sums_by_doubling_are_plain_sums(n: int | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    reward = torch.randn(19, 3, 2, generator=generator, dtype=torch.float64)
-    stops = torch.rand(19, 3, generator=generator) < 0.2
-    stops[-1] = True
-    ahead = torch.zeros(19, 3, dtype=torch.int64)
-    for t in reversed(range(18)):
-        ahead[t] = torch.where(stops[t], 0, ahead[t + 1] + 1)
-    found = discounted_sums(reward, ahead, 0.9, n)
-    for t in range(19):
-        for lane in range(3):
-            steps = min(int(ahead[t, lane]) + 1, n or 99)
-            expected = sum(0.9**k * reward[t + k, lane] for k in range(steps))
-            assert torch.allclose(found[t, lane], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -471,19 +407,21 @@ def test_repr_shows_arguments_also_of_copies() -> None:
 # -- on the way in --------------------------------------------------------------------------------
 
 
-def written(transform: Any, pieces: list[int], rows: Any) -> ReplayBuffer:
-    """A buffer that was given the rows in pieces, and flushed."""
+def written(transform: Any, pieces: list[int], rows: Any, cuts: set[int]) -> ReplayBuffer:
+    """A buffer that was given the rows in pieces, with a cut after some of them, and flushed."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10**4, ndim=max(1, rows.batch_dims)), transform=transform
     )
     done, dim = 0, rows.batch_dims - 1
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         part = rows.narrow(dim, done, piece)
         if piece == 1 and not dim:
             buffer.add(part[0])
         else:
             buffer.extend(part)
         done += piece
+        if number in cuts:
+            buffer.cut()
     buffer.flush()
     return buffer
 
@@ -491,7 +429,7 @@ def written(transform: Any, pieces: list[int], rows: Any) -> ReplayBuffer:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 5), lanes=st.sampled_from([1, 2]))
 def test_sums_on_write_equal_sums_on_read(data: Any, n: int, lanes: int) -> None:
-    """However the stream is split into calls, and rows in are rows out."""
+    """However the stream is split into calls and cut, and rows in are rows out."""
     end = st.sampled_from([0, 0, 0, 1, 2])
     step = st.lists(end, min_size=lanes, max_size=lanes)
     ends = data.draw(st.lists(step, min_size=1, max_size=25))
@@ -499,12 +437,18 @@ def test_sums_on_write_equal_sums_on_read(data: Any, n: int, lanes: int) -> None
     while left:
         pieces.append(data.draw(st.integers(1, left)))
         left -= pieces[-1]
-    own = Streams(NStep(n, 0.9), lanes)
-    rows = own.make(ends)
-    own.buffer.extend(rows)
+    cuts = data.draw(st.sets(st.integers(0, len(pieces) - 1)))
+    own, parts, done = Streams(NStep(n, 0.9), lanes), [], 0
+    for number, piece in enumerate(pieces):
+        parts.append(own.make(ends[done : done + piece]))
+        own.buffer.extend(parts[-1])
+        done += piece
+        if number in cuts:
+            own.cut()
+    rows = torch.cat(parts, -1)
     transform = NStep(n, 0.9, when="write")
     assert isinstance(transform, NStepWriting)
-    buffer = written(transform, pieces, rows)
+    buffer = written(transform, pieces, rows, cuts)
     stored = buffer.storage[:]
     found = {
         (row["observation"][0].item(), row["observation"][1].item()): row
@@ -544,17 +488,6 @@ def open_rows(numbers: range) -> TensorDict:
     reward = torch.tensor(numbers, dtype=torch.float)
     done = torch.zeros(len(reward), 1, dtype=torch.bool)
     return TensorDict({"next": {"reward": reward, "done": done}}, [len(reward)])
-
-
-def test_no_sum_on_the_way_in_goes_over_a_cut() -> None:
-    """What is held back is stored first: it came before the cut."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20), transform=NStep(3, 1.0, when="write"))
-    buffer.extend(open_rows(range(5)))
-    buffer.cut()
-    buffer.extend(open_rows(range(100, 103)))
-    assert buffer["next", "reward"].flatten().tolist() == [3, 6, 9, 7, 4, 303]
-    assert buffer["steps_used"].flatten().tolist() == [3, 3, 3, 2, 1, 3]
-    assert buffer.episodes.lengths.tolist() == [5, 1]
 
 
 def test_sums_on_the_way_in_are_refused_for_interleaved_streams() -> None:
@@ -601,11 +534,23 @@ def through_files(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -
     return fresh
 
 
+def through_state(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -> Any:
+    state, fresh = buffer.state_dict(), make()
+    buffer.flush()  # the state does not follow what is stored later
+    fresh.load_state_dict(state)
+    return fresh
+
+
 @pytest.mark.pitfall("WR18")
 @pytest.mark.parametrize(
     "onward",
-    [through_files, lambda buffer, folder, make: pickle.loads(pickle.dumps(buffer))],
-    ids=["dumps", "pickle"],
+    [
+        through_files,
+        through_state,
+        lambda buffer, *_: pickle.loads(pickle.dumps(buffer)),
+        lambda buffer, *_: copy.deepcopy(buffer),
+    ],
+    ids=["dumps", "state_dict", "pickle", "deepcopy"],
 )
 def test_rows_held_back_are_saved(onward: Any, tmp_path: Path) -> None:
     """A pickle goes on where the buffer was; what files say ends with a restart."""

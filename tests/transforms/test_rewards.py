@@ -18,7 +18,6 @@ from replaykit import (
     RewardScale,
     RewardShift,
     Transform,
-    pad_collate,
 )
 from tests.support.refusals import refuses
 
@@ -57,6 +56,8 @@ def test_rewards_are_mapped_and_nothing_else(transform: Any, model: Any, fingerp
     assert out["next", "x"] is data["next", "x"]
     assert fingerprint(data) == before
     assert transform.inv(data) is data
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert transform(batch(VALUES, dtype))[REWARD].dtype is dtype
 
 
 @pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
@@ -71,16 +72,6 @@ def test_padding_keeps_its_values(transform: Any, model: Any, name: Any) -> None
     out = transform(data)[REWARD].squeeze(-1).numpy()
     expected = np.where(real.numpy(), model(np.array(VALUES)), np.array(VALUES))
     np.testing.assert_allclose(out, expected, rtol=1e-15)
-
-
-@pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
-def test_padding_of_trajectories_laid_side_by_side(transform: Any, model: Any) -> None:
-    data = transform(pad_collate([batch([5.0, -2.0]), batch([1.0, 2.0, -3.0])], pad_value=-9))
-    assert data[REWARD].shape == (2, 3, 1)
-    rewards = data[REWARD].squeeze(-1).numpy()
-    np.testing.assert_allclose(rewards[0, :2], model(np.array([5.0, -2.0])), rtol=1e-15)
-    np.testing.assert_allclose(rewards[1], model(np.array([1.0, 2.0, -3.0])), rtol=1e-15)
-    assert rewards[0, 2] == -9
 
 
 def test_several_masks_count_together_and_other_columns_are_no_masks() -> None:
@@ -127,12 +118,6 @@ def test_keys_and_shapes_are_free() -> None:
     out = RewardScale(2, key=("a", "r"))(data)["a", "r"]
     assert torch.equal(out[0], reward[0] * 2)
     assert out[1].tolist() == [[12, 14], [16, 18], [10, 11]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_floating_dtypes_stay(dtype: torch.dtype) -> None:
-    for transform, _ in CASES:
-        assert transform(batch(VALUES, dtype))[REWARD].dtype is dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
