@@ -443,19 +443,6 @@ def test_files_and_copies_have_streams_too(tmp_path: Path) -> None:
     assert both[1].episodes.reasons.tolist() == [EndReason.CUT] * 2
 
 
-def test_large_write_keeps_the_beginning_of_the_oldest_episode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("replaykit.episodes.index._BEHIND", 4)
-    monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(16, lane_key="env"))
-    buffer.extend(stream([0] * 13))
-    buffer.extend(stream([1, 1]))
-    buffer.extend(stream([1] * 15))
-    assert buffer.episodes.begins.tolist() == [13]
-    assert buffer.episodes.heads.tolist() == [Head.EVICTED]
-
-
 def test_load_restores_the_beginnings_of_streams(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(6, lane_key="env"))
     buffer.extend(stream([0, 1] * 4))
@@ -475,17 +462,12 @@ def test_row_placed_by_hand_splits_streams_also_if_episodes_are_read_before_next
     read: bool,
 ) -> None:
     """The row in slot 3 is the newest of stream 1, and another row follows it in the ring."""
-
-    def rows(envs: list[int]) -> TensorDict:
-        done = torch.zeros(len(envs), 1, dtype=torch.bool)
-        return TensorDict({"env": torch.tensor(envs), "next": {"done": done}}, [len(envs)])
-
     buffer = ReplayBuffer(storage=LazyTensorStorage(4, lane_key="env"))
-    buffer.extend(rows([0, 0, 0, 1, 2]))
-    buffer.storage.set([0], rows([2]))
+    buffer.extend(stream([0, 0, 0, 1, 2]))
+    buffer.storage.set([0], stream([2]))
     if read:
         assert len(buffer.episodes) == 3
-    buffer.extend(rows([1]))
+    buffer.extend(stream([1]))
     shown = sorted(episode.index.tolist() for episode in buffer.episodes)
     assert shown == [[0], [1], [2], [3]]
 
@@ -494,22 +476,18 @@ def test_row_placed_by_hand_splits_streams_also_if_episodes_are_read_before_next
 def test_stream_is_cut_after_its_newest_row_if_that_was_placed_by_hand(ends: str) -> None:
     """The older row of stream 2 follows the newer one in the ring."""
 
-    def rows(envs: list[int]) -> TensorDict:
-        done = torch.zeros(len(envs), 1, dtype=torch.bool)
-        return TensorDict({"env": torch.tensor(envs), "next": {"done": done}}, [len(envs)])
-
     def made() -> ReplayBuffer:
         return ReplayBuffer(storage=LazyTensorStorage(9, lane_key="env"))
 
     buffer = made()
-    buffer.extend(rows([1, 1, 1, 1, 0, 0, 1, 2]))
-    buffer.storage.set([3], rows([2]))
+    buffer.extend(stream([1, 1, 1, 1, 0, 0, 1, 2]))
+    buffer.storage.set([3], stream([2]))
     if ends == "load":
         state, buffer = buffer.state_dict(), made()
         buffer.load_state_dict(state)
     else:
         buffer.cut(2 if ends == "cut of the stream" else None)
-    buffer.extend(rows([2]))
+    buffer.extend(stream([2]))
     shown = sorted(episode.index.tolist() for episode in buffer.episodes)
     assert shown == [[0, 1, 2], [3], [4], [5], [6], [7]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, StreamEpisodes
 from replaykit.episodes.boundaries import RESTORED, SEVERED, SWITCHED
+from tests.support.refusals import refuses
 
 Array = np.ndarray[Any, Any]
 NOT_INIT = 0x20
@@ -246,7 +248,7 @@ def random_codes(random: np.random.Generator, n: int, lanes: int, length: float)
 
 
 @pytest.mark.parametrize(("slots", "lanes", "length"), [
-    (1000, 1, 1), (997, 1, 2.5), (3000, 1, 6), (300, 7, 3), (2000, 3, 200), (64, 40, 1.5),
+    (997, 1, 1), (997, 1, 2.5), (1000, 1, 6), (150, 7, 3), (700, 3, 200), (32, 40, 1.5),
 ])  # fmt: skip
 def test_ring_equals_a_scan_after_long_runs(slots: int, lanes: int, length: float) -> None:
     """Check thousands of episodes, and laws that are requested always, now and then, and once."""
@@ -274,81 +276,77 @@ def test_ring_equals_a_scan_after_long_runs(slots: int, lanes: int, length: floa
                     ring.find(law, kind, random.integers(0, totals.sum(), 200))
 
 
-def test_law_is_correct_after_all_its_episodes_were_evicted() -> None:
-    ring = new_ring(50, 1)
-    law = CountLaw.strict(2)
-    assert ring.totals(law, WINDOWS).tolist() == [0]
-    ring.append(np.array([[0], [0], [1]], np.uint8))
-    assert ring.totals(law, WINDOWS).tolist() == [2]
-    ring.append(np.ones((500, 1), np.uint8))
-    ring.append(np.zeros((4, 1), np.uint8))
-    assert ring.totals(law, WINDOWS).tolist() == [3]
-    assert ring.find(law, WINDOWS, np.array([2])).base.tolist() == [503]
+def times(*time: int, lane: Any = 1) -> tuple[Array, Array]:
+    return np.array(time), np.broadcast_to(np.array(lane), len(time)).copy()
 
 
-@pytest.mark.parametrize("time", [[4], [10], [-1], [5, 6, 11]])
-def test_rows_that_are_not_stored_are_refused(time: list[int]) -> None:
-    ring = new_ring(5, 2)
-    ring.append(np.zeros((10, 2), np.uint8))
-    for ask in (ring.lookup, ring.rows):
-        with pytest.raises(IndexError, match=rf"got time {time[-1]} of lane 1"):
-            ask(np.array(time), np.ones(len(time), np.int64))
-        with pytest.raises(IndexError, match="lane 2"):
-            ask(np.array([7]), np.array([2]))
-        with pytest.raises(IndexError, match="lane -1"):
-            ask(np.array([7]), np.array([-1]))
-        with pytest.raises(ValueError, match="expected 2 entries in `lane`, got 1"):
-            ask(np.array([7, 8]), np.array([0]))
-
-
-@pytest.mark.parametrize("element", [-1, 6, 7, 10, 11, 10**12])
-def test_elements_that_are_not_stored_are_refused(element: int) -> None:
+def partly_filled() -> StreamEpisodes:
     ring = new_ring(5, 2)
     ring.append(np.zeros((3, 2), np.uint8))
     assert ring.around(np.arange(6))[0].tolist() == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(IndexError, match=rf"expected elements of stored rows, got {element}"):
-        ring.around(np.array([0, element]))
-    with pytest.raises(IndexError, match="elements of stored rows, got 0"):
-        new_ring(5).around(np.array([0]))
+    return ring
 
 
-@pytest.mark.parametrize("number", [-1, 4, 10**12])
-def test_numbers_beyond_the_last_window_are_refused(number: int) -> None:
-    ring = new_ring(5)
-    ring.append(np.zeros((10, 1), np.uint8))
-    with pytest.raises(IndexError, match=rf"numbers in \[0, 4\), got {number}"):
-        ring.find(CountLaw.strict(2), WINDOWS, np.array([0, number]))
-    with pytest.raises(IndexError, match=r"numbers in \[0, 0\), got 0"):
-        ring.find(CountLaw.strict(6), WINDOWS, np.array([0]))
-    assert not len(ring.find(CountLaw.strict(6), WINDOWS, np.zeros(0, np.int64)).base)
+ROWS_OF = (StreamEpisodes.lookup, StreamEpisodes.rows)
+STRICT = CountLaw.strict
+REFUSALS: list[tuple[Callable[[StreamEpisodes], Any], type[Exception], str]] = [
+    # Rows, elements and windows that are not there: 5 to 9 are stored.
+    *[
+        (lambda ring, ask=ask, at=at: ask(ring, *at), IndexError, text)
+        for ask in ROWS_OF
+        for at, text in (
+            (times(4), "got time 4 of lane 1"),
+            (times(10), "got time 10 of lane 1"),
+            (times(-1), "got time -1 of lane 1"),
+            (times(5, 6, 11), "got time 11 of lane 1"),
+            (times(7, lane=2), "lane 2"),
+            (times(7, lane=-1), "lane -1"),
+        )
+    ],
+    *[
+        (lambda _, at=at: partly_filled().around(np.array([0, at])), IndexError, f"rows, got {at}")
+        for at in (-1, 6, 7, 10, 11, 10**12)
+    ],
+    (lambda _: new_ring(5).around(np.array([0])), IndexError, "elements of stored rows, got 0"),
+    *[
+        (lambda ring, n=n: ring.find(STRICT(2), WINDOWS, np.array([0, n])), IndexError, text)
+        for n, text in ((-1, r"in \[0, 8\), got -1"), (8, "got 8"), (10**12, f"got {10**12}"))
+    ],
+    (lambda r: r.find(STRICT(6), WINDOWS, np.array([0])), IndexError, r"in \[0, 0\), got 0"),
+    # Arrays that the core cannot read, and numbers without a sense.
+    *[
+        (
+            lambda ring, ask=ask: ask(ring, np.array([7, 8]), np.array([0])),
+            ValueError,
+            "`lane`, got 1",
+        )
+        for ask in ROWS_OF
+    ],
+    (lambda r: r.append(np.zeros((2, 3), np.uint8)), ValueError, "2 entries in `lanes`, got 3"),
+    (lambda r: r.close(np.ones(2, np.int64), 4), TypeError, "`lanes` as a contiguous bool array"),
+    (lambda r: r.close(np.ones(1, bool), 4), ValueError, "expected 2 entries in `lanes`, got 1"),
+    (lambda r: r.close(np.ones(2, bool), 6), ValueError, "code from 1 to 5"),
+    (lambda r: r.lookup(np.zeros(1, np.int32), times(0)[1]), TypeError, "`time` as an int64 array"),
+    (
+        lambda r: r.find(STRICT(1), WINDOWS, np.zeros((1, 1), np.int64)),
+        TypeError,
+        "`number` as an int64 array of 1 dim",
+    ),
+    (lambda r: r.totals(STRICT(2**32), WINDOWS), ValueError, r"up to 2\*\*31, got 4294967296"),
+    (lambda r: r.totals(CountLaw(1, 0, -1), WINDOWS), ValueError, "at least 0"),
+    (lambda _: StreamEpisodes(0, 1), ValueError, "at least one slot"),
+    (lambda _: StreamEpisodes(3, 1, gone=np.array([-1])), IndexError, "in `gone`, got -1"),
+    (lambda _: StreamEpisodes(3, 2, head=np.array([1])), ValueError, "2 entries in `head`, got 1"),
+]
 
 
-def test_the_core_refuses_arrays_that_it_cannot_read() -> None:
-    ring = StreamEpisodes(5, 2)
-    with pytest.raises(ValueError, match="expected 2 entries in `lanes`, got 3"):
-        ring.append(np.zeros((2, 3), np.uint8))
-    with pytest.raises(TypeError, match="`lanes` as a contiguous bool array of 1 dim"):
-        ring.close(np.ones(2, np.int64), SEVERED)
-    with pytest.raises(ValueError, match="expected 2 entries in `lanes`, got 1"):
-        ring.close(np.ones(1, bool), SEVERED)
-    with pytest.raises(ValueError, match="code from 1 to 5"):
-        ring.close(np.ones(2, bool), 6)
-    ring.append(np.zeros((3, 2), np.uint8))
-    with pytest.raises(TypeError, match="`time` as an int64 array of 1 dim"):
-        ring.lookup(np.zeros(1, np.int32), np.zeros(1, np.int64))
-    with pytest.raises(TypeError, match="`number` as an int64 array of 1 dim"):
-        ring.find(CountLaw.strict(1), WINDOWS, np.zeros((1, 1), np.int64))
-    with pytest.raises(ValueError, match=r"up to 2\*\*31, got 4294967296"):
-        ring.totals(CountLaw.strict(2**32), WINDOWS)
-    with pytest.raises(ValueError, match="at least 0"):
-        ring.totals(CountLaw(1, 0, -1), WINDOWS)
-    with pytest.raises(ValueError, match="at least one slot"):
-        StreamEpisodes(0, 1)
-    with pytest.raises(IndexError, match="in `gone`, got -1"):
-        StreamEpisodes(3, 1, gone=np.array([-1]))
-    with pytest.raises(ValueError, match="expected 2 entries in `head`, got 1"):
-        StreamEpisodes(3, 2, head=np.array([1]))
-    assert ring.hi == 3
+def test_the_core_refuses_what_is_not_there_or_cannot_be_read() -> None:
+    ring = new_ring(5, 2)
+    ring.append(np.zeros((10, 2), np.uint8))
+    for ask, error, text in REFUSALS:
+        refuses(error, text, ask, ring)
+    assert ring.hi == 10
+    assert not len(ring.find(STRICT(6), WINDOWS, np.zeros(0, np.int64)).base)
 
 
 def test_arrays_need_not_lie_in_one_piece() -> None:

@@ -21,7 +21,6 @@ from replaykit import (
     LazyTensorStorage,
     ListStorage,
     NStep,
-    PrioritizedSampler,
     PrioritizedSliceSampler,
     ReplayBuffer,
     ReturnToGo,
@@ -39,6 +38,7 @@ from replaykit.episodes import (
     Head,
 )
 from replaykit.errors import BufferFull, SchemaError
+from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -363,9 +363,8 @@ def test_lanes_and_their_windows_are_drawn_equally_often() -> None:
     starts = rb.sample(2 * 40_000)[::2]
     count = Counter(zip(starts["env"].tolist(), starts["t"].tolist(), strict=True))
     assert set(count) == {(0, t) for t in range(10)} | {(1, t) for t in range(210, 299)}
-    expected = {key: 40_000 / 2 / (10, 89)[key[0]] for key in count}
-    chi = sum((count[key] - expected[key]) ** 2 / expected[key] for key in count)
-    assert chi < 98 + 4 * (2 * 98) ** 0.5  # four standard deviations
+    expected = [40_000 / 2 / (10, 89)[lane] for lane, _ in count]
+    assert chi_square_p(list(count.values()), expected) > 1e-4
 
 
 def test_more_streams_than_fit_are_refused_before_anything_changed() -> None:
@@ -460,35 +459,6 @@ def test_a_wrapped_tensordict_and_files(tmp_path: Path) -> None:
             {0: [4, 5, 7], 1: [3, 6, 8]} if storage is files else {0: [2, 4, 5, 7], 1: [6, 8]}
         )
         assert contents(rb) == expected
-
-
-@pytest.mark.parametrize("path", [False, True])
-def test_saved_buffer_continues_like_an_uninterrupted_one(path: bool, tmp_path: Path) -> None:
-    def fresh() -> ReplayBuffer:
-        return ReplayBuffer(
-            storage=LazyTensorStorage(12, lane_key="env"),
-            writer=LaneWriter(4, track_generations=True),
-            generator=torch.Generator().manual_seed(3),
-        )
-
-    rb, other = fresh(), fresh()
-    for t in range(9):
-        rb.extend(steps([0, 2][: 1 + t % 2], [t, t][: 1 + t % 2]))
-    if path:
-        rb.dumps(tmp_path / "saved")
-        other.loads(tmp_path / "saved")
-    else:
-        other.load_state_dict(rb.state_dict())
-    rb.cut()
-    for t in range(9, 20):
-        for one in (rb, other):
-            one.extend(steps([0, 1, 2][t % 3 :], [t] * (3 - t % 3), every=5))
-        assert torch.equal(rb["t"], other["t"])
-        assert contents(rb) == contents(other)
-        assert rb.episodes.begins.tolist() == other.episodes.begins.tolist()
-        first, second = rb.sample(8), other.sample(8)
-        assert torch.equal(first["index_generation"], second["index_generation"])
-        assert torch.equal(first["index"], second["index"])
 
 
 def test_rows_that_an_edit_gave_to_a_stream_beyond_its_length_are_loaded(tmp_path: Path) -> None:
@@ -688,22 +658,6 @@ def test_transforms_read_rows_of_the_lane() -> None:
             ):
                 rest = range(time, min(time + 3, time - time % 7 + 7, t[env]))
                 assert reward == sum(k * 0.5 ** (k - time) for k in rest)
-
-
-def test_late_updates_of_displaced_rows_are_dropped() -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(8, lane_key="env"),
-        writer=LaneWriter(4, track_generations=True),
-        sampler=PrioritizedSampler(8, alpha=1.0, beta=1.0, eps=0.0),
-        generator=torch.Generator().manual_seed(0),
-    )
-    old = rb.extend(steps([0, 0, 0, 0, 1], [0, 1, 2, 3, 0]))
-    then = rb.writer.generations_of(old)
-    rb.extend(steps([0, 1], [4, 1]))  # in the place of lane 0's first row, and beside
-    rb.update_priority(old, torch.tensor([100.0, 0, 0, 0, 0]), generation=then)
-    drawn = Counter(rb.sample(4000)["t"].tolist())
-    assert set(drawn) == {4, 1}  # both as they were written
-    assert rb.writer.generations_of(torch.arange(6)).tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_writes_are_noted_without_looking_at_all_rows_again() -> None:

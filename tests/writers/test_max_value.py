@@ -9,6 +9,7 @@ import pickle
 import time
 from bisect import insort
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.episodes import Head
+from tests.support.refusals import refuses
 
 STORAGES = {
     "list": ListStorage,
@@ -87,25 +89,10 @@ class SortedModel:
         ]
 
 
-@pytest.mark.parametrize("name", STORAGES)
-def test_the_documented_case(name: str) -> None:
-    """6.3: capacity 3, ranks 1, 5, 2, 3, 0: index -1, 1, 2, 0, -1."""
-    rb = _buffer(3, STORAGES[name])
-    index = rb.extend(_rows([1, 5, 2, 3, 0]))
-    assert index.dtype == torch.int64
-    assert index.tolist() == [-1, 1, 2, 0, -1]
-    assert _ids(rb) == [3, 1, 2]
-    assert rb.write_count == 4  # rank 1 was accepted, and displaced again
-    assert rb.add(_rows([0.5], 5)[0]) is None
-    assert rb.add(_rows([2.5], 6)[0]) == 2
-    assert rb.write_count == 5
-    assert _ids(rb) == [3, 1, 6]
-
-
 @pytest.mark.pitfall("WR17")
 @pytest.mark.parametrize("batch", [1, 7, 100, 10_000])
 def test_ten_thousand_ranks_equal_a_sorted_list(batch: int) -> None:
-    """WR17: ties and infinities included, whatever the batches."""
+    """WR17, 6.3: ties and infinities included, whatever the batches."""
     generator = np.random.default_rng(batch)
     ranks = generator.choice(
         [*np.round(generator.normal(size=400), 2), math.inf, -math.inf], 10_000
@@ -141,22 +128,17 @@ def test_batches_equal_rows_one_by_one_across_saving(
     rb, model, start = _buffer(capacity, STORAGES[name]), SortedModel(capacity), 0
     for ranks in batches:
         rows = _rows(ranks, start)
-        assert rb.extend(rows).tolist() == model.extend(start, ranks)
-        assert _ids(rb) == model.ids()
+        if len(ranks) == 1:
+            assert rb.add(rows[0]) == model.add(start, *ranks)
+        else:
+            index = rb.extend(rows)
+            assert (index.tolist(), index.dtype) == (model.extend(start, ranks), torch.int64)
+        assert (_ids(rb), rb.write_count) == (model.ids(), model.count)
         start += len(ranks)
         if reload and len(rb):
             again = _buffer(capacity, STORAGES[name])
             again.load_state_dict(rb.state_dict())
             rb = again
-
-
-def test_one_slot_keeps_the_largest() -> None:
-    rb = _buffer(1)
-    assert rb.extend(_rows([1, 3, 2, 3, 4])).tolist() == [-1, -1, -1, -1, 0]
-    assert rb.extend(_rows([4, 3], 5)).tolist() == [-1, -1]
-    assert rb.add(_rows([math.inf], 9)[0]) == 0
-    assert rb.add(_rows([math.inf], 10)[0]) is None
-    assert _ids(rb) == [9]
 
 
 # -- the rank -------------------------------------------------------------------------------------
@@ -227,13 +209,6 @@ def test_nan_rank_is_refused_and_writes_nothing(snapshot: Any, name: str, positi
     assert rb.extend(_rows([0.5, 0.4], 5)).tolist() == [3, -1]
 
 
-def test_a_mean_of_both_infinities_is_no_number() -> None:
-    with pytest.raises(ValueError, match="got NaN"):
-        _buffer(2, rank_key="r").extend(
-            TensorDict({"r": torch.tensor([[math.inf, -math.inf]])}, [1])
-        )
-
-
 def test_rows_without_a_rank_are_refused(snapshot: Any) -> None:
     for make in STORAGES.values():
         rb = _buffer(3, make)
@@ -248,22 +223,24 @@ def test_rows_without_a_rank_are_refused(snapshot: Any) -> None:
         assert snapshot(rb) == before
 
 
-def test_a_rank_without_elements_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a rank under 'r', got shape \[2, 0\]"):
-        _buffer(2, rank_key="r").extend(TensorDict({"r": torch.zeros(2, 0)}, [2]))
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[math.inf, -math.inf]], "got NaN"),
+        (torch.zeros(2, 0), r"a rank under 'r', got shape \[2, 0\]"),
+    ],
+)
+def test_rows_without_a_mean_are_refused(ranks: Any, message: str) -> None:
+    ranks = torch.as_tensor(ranks)
+    rows = TensorDict({"r": ranks}, [len(ranks)])
+    refuses(ValueError, message, _buffer(2, rank_key="r").extend, rows)
 
 
-def test_lanes_are_refused() -> None:
-    with pytest.raises(ValueError, match="a storage with ndim=1, got ndim=2"):
-        ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=TensorDictMaxValueWriter())
-
-
-def test_empty_batch_writes_nothing(snapshot: Any) -> None:
-    rb = _buffer(3)
-    rb.extend(_rows([1]))
-    before = snapshot(rb)
-    assert rb.extend(_rows([])).tolist() == []
-    assert snapshot(rb) == before
+def test_lanes_and_chosen_slots_are_refused() -> None:
+    text = "a storage with ndim=1, got ndim=2"
+    refuses(ValueError, text, _buffer, 4, partial(LazyTensorStorage, ndim=2))
+    text = "chooses the slots of its rows itself"
+    refuses(RuntimeError, text, _buffer(2).writer.write_at, torch.tensor([0]), _rows([1]))
 
 
 # -- with others ----------------------------------------------------------------------------------
@@ -319,12 +296,6 @@ def test_empty_forgets_the_ranks() -> None:
     rb.empty()
     assert rb.extend(_rows([1, 2, 3], 2)).tolist() == [-1, 1, 0]
     assert rb.storage.ledger.generations(torch.arange(2)).tolist() == [3, 2]
-
-
-def test_write_at_is_refused() -> None:
-    rb = _buffer(2)
-    with pytest.raises(RuntimeError, match="chooses the slots of its rows itself"):
-        rb.writer.write_at(torch.tensor([0]), _rows([1]))
 
 
 def _edit_by_key(rb: ReplayBuffer, row: Any) -> None:
