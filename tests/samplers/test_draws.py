@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from replaykit.samplers.window_measures import (
     stratified,
     without_replacement,
 )
+from tests.samplers.building import follows, rows
 
 
 def _anchors(
@@ -41,7 +41,7 @@ def _exact(anchors: Anchors, parts: int) -> dict[tuple[int, int], float]:
     return {start: count / parts for start, count in counts.items()}
 
 
-def _lanes(rows: Callable[..., Any], per_lane: list[list[int]]) -> TensorDict:
+def _lanes(per_lane: list[list[int]]) -> TensorDict:
     return torch.stack([rows(lengths) for lengths in per_lane], 0)
 
 
@@ -55,7 +55,7 @@ def _lanes(rows: Callable[..., Any], per_lane: list[list[int]]) -> TensorDict:
     ],
 )
 def test_laws_of_episodes_of_three_and_nine_rows(
-    measure: str, short: float, other: float, parts: int, rows: Callable[..., Any]
+    measure: str, short: float, other: float, parts: int
 ) -> None:
     anchors = _anchors(rows([3, 9]), measure)
     law = _exact(anchors, 100 * parts)
@@ -64,15 +64,15 @@ def test_laws_of_episodes_of_three_and_nine_rows(
     assert (mass / mass.sum()).tolist() == pytest.approx([short, *[other] * 7])
 
 
-def test_lanes_are_equally_likely_despite_unequal_content(rows: Callable[..., Any]) -> None:
-    data = _lanes(rows, [[9, 1], [2, 2, 2, 2, 2], [5, 5]])
+def test_lanes_are_equally_likely_despite_unequal_content() -> None:
+    data = _lanes([[9, 1], [2, 2, 2, 2, 2], [5, 5]])
     law = _exact(_anchors(data, "lane", ndim=2), 4200)
     expected = {(s, 0): 1 / 14 for s in range(7)}
     expected |= {(s, 2): 1 / 12 for s in (0, 1, 2, 5, 6, 7)}
     assert law == pytest.approx(expected)
 
 
-def test_too_short_episodes_have_no_share(rows: Callable[..., Any]) -> None:
+def test_too_short_episodes_have_no_share() -> None:
     anchors = _anchors(rows([2, 4, 1, 6]), "transition")
     assert _exact(anchors, 3000) == pytest.approx(
         {**{(s, 0): 0.4 / 2 for s in (2, 3)}, **{(s, 0): 0.6 / 4 for s in range(7, 11)}}
@@ -80,8 +80,8 @@ def test_too_short_episodes_have_no_share(rows: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("measure", ["window", "trajectory", "transition", "lane"])
-def test_newest_windows_of_every_lane(measure: str, rows: Callable[..., Any]) -> None:
-    data = _lanes(rows, [[6, 4], [4, 6]])
+def test_newest_windows_of_every_lane(measure: str) -> None:
+    data = _lanes([[6, 4], [4, 6]])
     anchors = _anchors(data, measure, ndim=2, newest=3)
     law = _exact(anchors, 3 * 5 * 8 * 100)
     # Lane 0 has windows 0..3 and 6, 7; lane 1 has 0, 1 and 4..7.
@@ -97,9 +97,7 @@ def test_newest_windows_of_every_lane(measure: str, rows: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_independent_draws_have_the_law(
-    measure: str, rows: Callable[..., Any], follows: Callable[..., bool]
-) -> None:
+def test_independent_draws_have_the_law(measure: str) -> None:
     anchors = _anchors(rows([3, 9, 5]), measure)
     every = anchors.numbered(np.arange(anchors.count))
     number = {start: i for i, start in enumerate(_starts(every))}
@@ -111,9 +109,7 @@ def test_independent_draws_have_the_law(
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("count", [1, 7, 64, 1000])
-def test_stratified_counts_are_those_of_the_law(
-    measure: str, count: int, rows: Callable[..., Any]
-) -> None:
+def test_stratified_counts_are_those_of_the_law(measure: str, count: int) -> None:
     anchors = _anchors(rows([3, 9, 5, 2]), measure)
     every = anchors.numbered(np.arange(anchors.count))
     mass = anchors.mass(every) / anchors.mass(every).sum()
@@ -122,14 +118,14 @@ def test_stratified_counts_are_those_of_the_law(
         assert abs(counts[start] - count * share) < 2
 
 
-def test_two_items_of_equal_mass_are_drawn_equally_often(rows: Callable[..., Any]) -> None:
+def test_two_items_of_equal_mass_are_drawn_equally_often() -> None:
     anchors = _anchors(rows([1, 1]), "window", 1)
     found = stratified(anchors, 1000, torch.Generator().manual_seed(0))
     assert Counter(_starts(found)) == {(0, 0): 500, (1, 0): 500}
 
 
-def test_lanes_take_turns(rows: Callable[..., Any]) -> None:
-    data = _lanes(rows, [[8], [2] * 4, [4, 4], [5, 3]])
+def test_lanes_take_turns() -> None:
+    data = _lanes([[8], [2] * 4, [4, 4], [5, 3]])
     anchors = _anchors(data, "lane", ndim=2)
     seen: Counter[int] = Counter()
     for seed in range(200):
@@ -149,9 +145,7 @@ def test_lanes_take_turns(rows: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("lengths", [[3, 5, 4], [3] * 2 + [40]])
-def test_no_window_twice_and_all_in_the_end(
-    measure: str, lengths: list[int], rows: Callable[..., Any]
-) -> None:
+def test_no_window_twice_and_all_in_the_end(measure: str, lengths: list[int]) -> None:
     anchors = _anchors(rows(lengths), measure)
     for count in range(1, anchors.count + 1):
         found = without_replacement(anchors, count, torch.Generator().manual_seed(count))
@@ -178,8 +172,6 @@ def test_successive_draws_have_the_law(
     measure: str,
     lengths: list[int],
     count: int,
-    rows: Callable[..., Any],
-    follows: Callable[..., bool],
 ) -> None:
     """By keys where many are drawn, by dropping repeats where few are."""
     anchors = _anchors(rows(lengths), measure)
@@ -195,7 +187,7 @@ def test_successive_draws_have_the_law(
     assert follows(torch.tensor(found), torch.tensor(list(law.values())))
 
 
-def test_draw_without_replacement_ends_with_one_dominant_window(rows: Callable[..., Any]) -> None:
+def test_draw_without_replacement_ends_with_one_dominant_window() -> None:
     """Of 80 windows one has half of the mass; asking for 19 redraws it most of the time."""
     anchors = _anchors(rows([3, 81]), "trajectory")
     for seed in range(20):

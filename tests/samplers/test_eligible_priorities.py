@@ -15,6 +15,7 @@ from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSample
 from replaykit.episodes import CountLaw, EpisodeIndex, Needs
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
+from tests.samplers.building import follows
 from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
@@ -205,7 +206,7 @@ def law_of(values: list[float]) -> torch.Tensor:
     return found / found.sum()
 
 
-def test_rows_without_history_are_not_drawn(follows: Any) -> None:
+def test_rows_without_history_are_not_drawn() -> None:
     rb = needing(10, Needing(past=2))
     joined = [False, True, True, True, True, True, True, True, True, True]
     rb.extend(steps([0, 0, 0, 0, 1, 0, 0, 0, 0, 0], is_init=joined))
@@ -217,7 +218,7 @@ def test_rows_without_history_are_not_drawn(follows: Any) -> None:
     assert torch.equal(data["priority_weight"], 1 / (data["index"] + 1).float())
 
 
-def test_changing_transforms_and_back_restores_the_law(follows: Any) -> None:
+def test_changing_transforms_and_back_restores_the_law() -> None:
     rb = needing(8)
     rb.extend(steps([0, 0, 0, 1, 0, 0, 0, 0], is_init=[False] * 8))
     p = torch.tensor([1.0, 4, 2, 3, 5, 1, 2, 6])
@@ -266,7 +267,7 @@ def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
     assert rb.sample(2)["index"].tolist() == [2, 2]
 
 
-def test_saved_and_loaded(tmp_path: Any, follows: Any) -> None:
+def test_saved_and_loaded(tmp_path: Any) -> None:
     rb = needing(6, Needing(past=1))
     rb.extend(steps([0] * 8, is_init=[False] * 8))
     rb.update_priority(torch.arange(6), torch.arange(1.0, 7.0))

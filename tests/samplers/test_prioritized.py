@@ -20,6 +20,7 @@ from replaykit import (
     RandomSampler,
     ReplayBuffer,
 )
+from tests.samplers.building import law, prioritized, raw
 from tests.support.refusals import refuses
 
 NAN, INF, REQUIRED = math.nan, math.inf, object()
@@ -75,7 +76,7 @@ def test_invalid_arguments_are_refused(options: Any, error: Any, match: str) -> 
 
 
 @pytest.mark.pitfall("PR14")
-def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> None:
+def test_setters_check_as_the_constructor_does() -> None:
     """PR14: a beta of -1 or NaN was taken, and weights were wrong from then on."""
     sampler = prioritized([1.0, 2.0]).sampler
     for name in ("alpha", "beta"):
@@ -86,9 +87,7 @@ def test_setters_check_as_the_constructor_does(prioritized: Any, raw: Any) -> No
     assert (sampler.alpha, sampler.beta, raw(sampler)) == (0.7, 0.9, [1.0, 2.0])
 
 
-def test_alpha_is_refused_where_new_records_could_not_have_the_default(
-    prioritized: Any, raw: Any
-) -> None:
+def test_alpha_is_refused_where_new_records_could_not_have_the_default() -> None:
     """They get it when they are stored already: it must not fail then."""
     buffer = prioritized([1e30])
     buffer.update_priority(0, 1.0)
@@ -118,7 +117,7 @@ def test_a_capacity_below_the_storages_is_refused() -> None:
     ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(100, 0.7, 0.9))
 
 
-def test_capacity_is_compared_with_requested_storage_size(raw: Any) -> None:
+def test_capacity_is_compared_with_requested_storage_size() -> None:
     """With lanes the first write rounds it up to whole time steps."""
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(10, ndim=2), sampler=PrioritizedSampler(10, 0.7, 0.9)
@@ -136,7 +135,7 @@ def test_capacity_is_compared_with_requested_storage_size(raw: Any) -> None:
 
 @pytest.mark.pitfall("PR16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_match_textbook_example(dtype: torch.dtype, prioritized: Any, law: Any) -> None:
+def test_weights_match_textbook_example(dtype: torch.dtype) -> None:
     """PR16: priorities 1 to 4 with alpha 0.7 and beta 0.9."""
     buffer = prioritized([1.0, 2.0, 3.0, 4.0], dtype=dtype)
     assert law([1, 2, 3, 4], 0.7).tolist() == pytest.approx([0.135, 0.219, 0.291, 0.356], abs=5e-4)
@@ -167,7 +166,7 @@ def test_batch_carries_index_generation_and_weight() -> None:
 
 @pytest.mark.pitfall("PR7")
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
-def test_all_zero_priorities_raise_error_with_advice(alpha: float, prioritized: Any) -> None:
+def test_all_zero_priorities_raise_error_with_advice(alpha: float) -> None:
     """PR7: and draws nothing from the generator; a positive priority ends it."""
     buffer = prioritized([0.0, 0.0], alpha=alpha, eps=0.0)
     state = buffer.sampler.generator.get_state()
@@ -179,7 +178,7 @@ def test_all_zero_priorities_raise_error_with_advice(alpha: float, prioritized: 
     assert buffer.sample(3).tolist() == [1, 1, 1]
 
 
-def test_powers_too_small_to_be_kept_are_zero(prioritized: Any) -> None:
+def test_powers_too_small_to_be_kept_are_zero() -> None:
     """They are stored as 0 and so are never drawn; the smallest of the others counts."""
     buffer = prioritized([1e-30, 0.5, 1.0], alpha=2.0, beta=1.0, eps=0.0)
     index, info = buffer.sampler.sample(buffer.storage, 50)
@@ -220,7 +219,7 @@ def test_repr_shows_parameters() -> None:
 
 
 @pytest.mark.pitfall("SL3")
-def test_no_python_step_per_record(prioritized: Any) -> None:
+def test_no_python_step_per_record() -> None:
     """SL3: as many calls for a thousand records as for sixteen."""
     calls: dict[int, int] = {}
     # One buffer and one piece of memory for all: where memory lies decides how closely rows are

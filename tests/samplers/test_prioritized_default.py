@@ -14,12 +14,13 @@ from replaykit import (
     ReplayBuffer,
     TensorDictMaxValueWriter,
 )
+from tests.samplers.building import prioritized, raw
 
 
 @pytest.mark.pitfall("PR9")
 @pytest.mark.pitfall("PR16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_of_new_records_follow_the_formula(dtype: Any, prioritized: Any, raw: Any) -> None:
+def test_weights_of_new_records_follow_the_formula(dtype: Any) -> None:
     """PR9, PR16: the default was transformed twice, or kept in the wrong domain."""
     buffer = prioritized([3.0, 7.25], capacity=70, dtype=dtype)
     buffer.extend(torch.arange(67))
@@ -38,7 +39,7 @@ def test_weights_of_new_records_follow_the_formula(dtype: Any, prioritized: Any,
     assert torch.equal(one_by_one.sampler._table._sums[2:69], leaves)
 
 
-def test_rows_that_a_writer_refuses_have_no_priority(raw: Any) -> None:
+def test_rows_that_a_writer_refuses_have_no_priority() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(3),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
@@ -55,7 +56,7 @@ def test_rows_that_a_writer_refuses_have_no_priority(raw: Any) -> None:
 
 @pytest.mark.pitfall("PR12")
 @pytest.mark.parametrize("how", ["constructor", "set_sampler", "set_storage"])
-def test_rows_stored_before_the_sampler_get_default_priority(how: str, raw: Any) -> None:
+def test_rows_stored_before_the_sampler_get_default_priority(how: str) -> None:
     """PR12: they had no priority, and could not be drawn."""
     storage = LazyTensorStorage(20)
     first = ReplayBuffer(storage=storage)

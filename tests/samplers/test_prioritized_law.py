@@ -18,6 +18,7 @@ from replaykit import (
 )
 from replaykit.samplers.priority_rules import PriorityLaw
 from replaykit.samplers.priority_table import PriorityTable
+from tests.samplers.building import follows, law, prioritized, raw
 
 
 def draws(buffer: ReplayBuffer, count: int, batch: int = 500) -> torch.Tensor:
@@ -34,9 +35,7 @@ def draws(buffer: ReplayBuffer, count: int, batch: int = 500) -> torch.Tensor:
 @pytest.mark.pitfall("PR4")
 @pytest.mark.parametrize("capacity", [1, 3, 63, 64, 65])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.7])
-def test_records_are_drawn_by_their_priorities(
-    capacity: int, alpha: float, prioritized: Any, law: Any, follows: Any
-) -> None:
+def test_records_are_drawn_by_their_priorities(capacity: int, alpha: float) -> None:
     """PR4: for capacities at and beside powers of two."""
     p = torch.rand(capacity, generator=torch.Generator().manual_seed(capacity)) * 3 + 0.05
     buffer = prioritized(p, alpha=alpha)
@@ -45,9 +44,7 @@ def test_records_are_drawn_by_their_priorities(
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage])
 @pytest.mark.parametrize("rows", [7, 12, 17])
-def test_partly_filled_full_and_wrapped_storages_follow_the_law(
-    storage: Any, rows: int, prioritized: Any, law: Any, follows: Any, raw: Any
-) -> None:
+def test_partly_filled_full_and_wrapped_storages_follow_the_law(storage: Any, rows: int) -> None:
     """Records not stored never take part, and those that took their slots do."""
     buffer = prioritized(storage=storage(12))
     for start in range(0, rows, 4):
@@ -60,7 +57,7 @@ def test_partly_filled_full_and_wrapped_storages_follow_the_law(
     assert follows(draws(buffer, 6_000), law([1, 1, 1], 0.7))
 
 
-def test_lanes_draw_records_by_priority(prioritized: Any, law: Any, follows: Any, raw: Any) -> None:
+def test_lanes_draw_records_by_priority() -> None:
     buffer = prioritized(storage=LazyTensorStorage(20, ndim=2))
     index = buffer.extend(torch.arange(15).view(3, 5))
     buffer.update_priority(index, torch.arange(15.0) + 0.5)
@@ -73,9 +70,7 @@ def test_lanes_draw_records_by_priority(prioritized: Any, law: Any, follows: Any
 @pytest.mark.pitfall("PR20")
 @pytest.mark.parametrize("capacity", [1, 3, 64, 100])
 @pytest.mark.parametrize("batch", [1, 7, 256])
-def test_stratified_draws_are_those_of_their_strata(
-    capacity: int, batch: int, prioritized: Any, law: Any, raw: Any
-) -> None:
+def test_stratified_draws_are_those_of_their_strata(capacity: int, batch: int) -> None:
     """PR20: each comes up floor or ceil of its share, give or take its two edges."""
     p = torch.rand(capacity, generator=torch.Generator().manual_seed(1)) + 0.01
     buffer = prioritized(p, stratified=True)
@@ -88,7 +83,7 @@ def test_stratified_draws_are_those_of_their_strata(
 
 
 @pytest.mark.pitfall("PR20")
-def test_stratified_draws_keep_the_law(prioritized: Any, law: Any, follows: Any) -> None:
+def test_stratified_draws_keep_the_law() -> None:
     """PR20: one draw from one stratum is a free draw; over many batches all have the same law."""
     p = torch.arange(1.0, 11.0)
     buffer = prioritized(p, stratified=True)
@@ -98,7 +93,7 @@ def test_stratified_draws_keep_the_law(prioritized: Any, law: Any, follows: Any)
 
 
 @pytest.mark.pitfall("PR8")
-def test_a_million_records_over_eight_decades(law: Any) -> None:
+def test_a_million_records_over_eight_decades() -> None:
     """PR8: sums in float32 drew rows of weight zero, and the wrong share of the small ones."""
     count, generator = 1_000_000, torch.Generator().manual_seed(0)
     p = 10 ** (torch.rand(count, generator=generator) * 8 - 6)
@@ -122,9 +117,7 @@ def test_a_million_records_over_eight_decades(law: Any) -> None:
 @pytest.mark.pitfall("PR14")
 @pytest.mark.parametrize("norm", ["global", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_changing_alpha_and_back_restores_weights(
-    norm: str, dtype: Any, prioritized: Any, law: Any, follows: Any, raw: Any
-) -> None:
+def test_changing_alpha_and_back_restores_weights(norm: str, dtype: Any) -> None:
     """PR14, E17: an alpha of 0 lost the priorities; now leaf by leaf the same, to the bit."""
     p = torch.rand(77, generator=torch.Generator().manual_seed(0)) * 5
     p[:5] = 0

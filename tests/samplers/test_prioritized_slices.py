@@ -21,6 +21,7 @@ from replaykit import (
 )
 from replaykit.buffer.components import set_chain
 from replaykit.errors import NotEnoughData
+from tests.samplers.building import follows
 from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
@@ -86,7 +87,7 @@ def test_weights_are_those_of_the_starts() -> None:
     torch.testing.assert_close(data["priority_weight"], (v[start] / v[start].min()) ** -0.9)
 
 
-def test_the_law_after_writes_updates_and_edits(follows: Any) -> None:
+def test_the_law_after_writes_updates_and_edits() -> None:
     """A ring that wraps several times; after each step chi-square against a scan."""
     capacity, length = 23, 3
     rb = slices(capacity, length)
@@ -118,7 +119,7 @@ def test_the_law_after_writes_updates_and_edits(follows: Any) -> None:
         assert follows(starts(rb, 4000, length), law_of(expected))
 
 
-def test_given_ends_bound_slices(follows: Any) -> None:
+def test_given_ends_bound_slices() -> None:
     ends = torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0, 1], dtype=torch.bool)
     rb = ReplayBuffer(storage=LazyTensorStorage(20))
     rb.extend(steps([0] * 10))
@@ -188,7 +189,7 @@ def test_windows_that_are_not_full(options: dict[str, Any], done: Any, windows: 
     assert set(shares(rb, 1200)) == windows
 
 
-def test_padding_at_the_right(follows: Any) -> None:
+def test_padding_at_the_right() -> None:
     rb = slices(8, pad="right", pad_value=-1, flat=False)
     rb.extend(steps([0, 0, 0, 0, 0, 1, 0, 1]))
     rb.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
@@ -232,7 +233,7 @@ def test_draw_without_replacement_repeats_no_start() -> None:
 
 
 @pytest.mark.parametrize("capacity", [4, 400])
-def test_successive_draws_exclude_earlier_draws(capacity: int, follows: Any) -> None:
+def test_successive_draws_exclude_earlier_draws(capacity: int) -> None:
     rb = slices(capacity, 1, draw="without_replacement")
     rb.extend(steps([0] * capacity))
     p = torch.zeros(capacity)
@@ -250,7 +251,7 @@ def test_successive_draws_exclude_earlier_draws(capacity: int, follows: Any) -> 
 # -- sequences reference S7, S9, S10, F20, F21 ----------------------------------------------------
 
 
-def test_starts_respect_needs_of_transforms(follows: Any) -> None:
+def test_starts_respect_needs_of_transforms() -> None:
     rb = slices(12, 2)
     set_chain(rb, Compose(Needing(past=2, open_future=1)))
     init = torch.zeros(12, 1, dtype=torch.bool)
@@ -332,9 +333,7 @@ def test_lanes_update_by_row() -> None:
         "replaykit.samplers.priority_draws.EligiblePriorities._derive",
     ],
 )
-def test_a_draw_that_fails_changes_no_priority(
-    where: str, monkeypatch: pytest.MonkeyPatch, follows: Any
-) -> None:
+def test_a_draw_that_fails_changes_no_priority(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = slices(40)
     rb.extend(steps([0] * 40))
     rb.update_priority(torch.arange(40), torch.arange(1.0, 41.0))
@@ -433,7 +432,7 @@ def test_a_copy_is_independent() -> None:
     assert (rb.sampler.state_dict()["_priorities"] == 1).all()
 
 
-def test_set_storage_resets_priorities(follows: Any) -> None:
+def test_set_storage_resets_priorities() -> None:
     rb = slices(10)
     rb.extend(steps(TWO))
     rb.update_priority(torch.arange(10), torch.arange(1.0, 11.0))

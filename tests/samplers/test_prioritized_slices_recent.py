@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
+from tests.samplers.building import follows
 
 LENGTH = 3
 
@@ -124,7 +125,7 @@ def lanes_of(how: str) -> dict[Any, list[bool]]:
 @pytest.mark.parametrize("norm", ["global", "batch"])
 @pytest.mark.parametrize("stratified", [False, True])
 @pytest.mark.parametrize("how", ["flat", "lanes", "streams"])
-def test_shares_and_weights(how: str, stratified: bool, norm: str, follows: Any) -> None:
+def test_shares_and_weights(how: str, stratified: bool, norm: str) -> None:
     """The newest by priority among themselves, the rest by priority, one weight for both."""
     done, recent = lanes_of(how), (0.4, 5)
     p = torch.rand(sum(map(len, done.values())), generator=torch.Generator().manual_seed(2)) + 0.1
@@ -171,7 +172,7 @@ def test_importance_weights_undo_the_mix() -> None:
     assert mean == pytest.approx(sum(t for _, t in model.starts) / len(model.starts), rel=0.02)
 
 
-def test_the_law_after_writes_and_updates(follows: Any) -> None:
+def test_the_law_after_writes_and_updates() -> None:
     rb, _ = make({0: [False] * 30}, torch.ones(30), alpha=1.0, recent=(0.5, 4))
     done = [False] * 30
     drawn = np.random.default_rng(7)

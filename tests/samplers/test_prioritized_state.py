@@ -22,6 +22,7 @@ from replaykit import (
     SamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
+from tests.samplers.building import follows, law, prioritized, raw
 from tests.support.refusals import refuses
 
 NAN, INF = math.nan, math.inf
@@ -31,7 +32,7 @@ COPIES = {
 }
 
 
-def used(prioritized: Any, capacity: int = 20, rows: int = 33, **options: Any) -> ReplayBuffer:
+def used(capacity: int = 20, rows: int = 33, **options: Any) -> ReplayBuffer:
     """A ring that has wrapped, with a priority of its own for every row."""
     buffer = prioritized(capacity=capacity, **options)
     for start in range(0, rows, 5):
@@ -42,7 +43,7 @@ def used(prioritized: Any, capacity: int = 20, rows: int = 33, **options: Any) -
     return buffer
 
 
-def by_row(buffer: ReplayBuffer, raw: Any) -> dict[int, float]:
+def by_row(buffer: ReplayBuffer) -> dict[int, float]:
     return dict(zip(buffer[:].tolist(), raw(buffer), strict=True))
 
 
@@ -57,8 +58,8 @@ def same_draws(one: ReplayBuffer, two: ReplayBuffer) -> None:
 # -- the state ------------------------------------------------------------------------------------
 
 
-def test_the_state_has_these_entries(prioritized: Any) -> None:
-    state = used(prioritized).sampler.state_dict()
+def test_the_state_has_these_entries() -> None:
+    state = used().sampler.state_dict()
     assert set(state) == {
         "_kind",
         "_schema_version",
@@ -74,8 +75,8 @@ def test_the_state_has_these_entries(prioritized: Any) -> None:
     assert (state["_schema_version"], state["_max_priority"]) == (1, 8.0)
 
 
-def test_state_dict_shares_no_memory_with_the_sampler(prioritized: Any, raw: Any) -> None:
-    buffer = used(prioritized)
+def test_state_dict_shares_no_memory_with_the_sampler() -> None:
+    buffer = used()
     state = buffer.sampler.state_dict()
     before = state["_priorities"].clone()
     buffer.update_priority(torch.arange(20), 100.0)
@@ -90,14 +91,12 @@ def test_state_dict_shares_no_memory_with_the_sampler(prioritized: Any, raw: Any
 @pytest.mark.pitfall("PR13")
 @pytest.mark.parametrize("kind", ["fresh", "emptied"])
 @pytest.mark.parametrize("how", ["dumps", "state_dict", *COPIES])
-def test_state_can_be_saved_before_the_first_row(
-    kind: str, how: str, tmp_path: Path, prioritized: Any
-) -> None:
+def test_state_can_be_saved_before_the_first_row(kind: str, how: str, tmp_path: Path) -> None:
     """PR13: saving failed before there was a first priority."""
-    buffer = prioritized(capacity=5) if kind == "fresh" else used(prioritized, 5)
+    buffer = prioritized(capacity=5) if kind == "fresh" else used(5)
     if kind == "emptied":
         buffer.empty()
-    other = used(prioritized, 5)
+    other = used(5)
     if how == "dumps":
         buffer.dumps(tmp_path)
         other.loads(tmp_path)
@@ -114,17 +113,15 @@ def test_state_can_be_saved_before_the_first_row(
 
 @pytest.mark.pitfall("PR13")
 @pytest.mark.parametrize("capacity", [1, 16, 20, 3000])
-def test_priorities_follow_their_rows_into_another_capacity(
-    capacity: int, tmp_path: Path, prioritized: Any, raw: Any, law: Any, follows: Any
-) -> None:
+def test_priorities_follow_their_rows_into_another_capacity(capacity: int, tmp_path: Path) -> None:
     """PR13, C7: to larger and smaller buffers."""
-    buffer = used(prioritized)
+    buffer = used()
     other = prioritized(capacity=capacity)
     buffer.dumps(tmp_path)
     loses = pytest.warns(UserWarning, match=f"{20 - capacity} rows")
     with loses if capacity < 20 else contextlib.nullcontext():
         other.loads(tmp_path)
-    kept = by_row(other, raw)
+    kept = by_row(other)
     assert kept == {number: number / 4 for number in range(33 - min(capacity, 20), 33)}
     drawn = torch.cat([other.sampler.sample(other.storage, 500)[0] for _ in range(20)])
     assert follows(drawn, law(raw(other), 0.7))
@@ -133,9 +130,7 @@ def test_priorities_follow_their_rows_into_another_capacity(
     assert [raw(other)[i] for i in index[-1:].tolist()] == [8.0]
 
 
-def test_lanes_keep_their_priorities_in_another_capacity(
-    tmp_path: Path, prioritized: Any, raw: Any
-) -> None:
+def test_lanes_keep_their_priorities_in_another_capacity(tmp_path: Path) -> None:
     buffer = prioritized(storage=LazyTensorStorage(12, ndim=2))
     numbers = torch.arange(16).view(2, 8)
     buffer.update_priority(buffer.extend(numbers), numbers.float())
@@ -147,7 +142,7 @@ def test_lanes_keep_their_priorities_in_another_capacity(
         assert raw(other) == cells.flatten().float().tolist()
 
 
-def test_priorities_follow_the_largest_rows(tmp_path: Path, prioritized: Any, raw: Any) -> None:
+def test_priorities_follow_the_largest_rows(tmp_path: Path) -> None:
     def make(capacity: int) -> ReplayBuffer:
         return ReplayBuffer(
             storage=LazyTensorStorage(capacity),
@@ -165,10 +160,10 @@ def test_priorities_follow_the_largest_rows(tmp_path: Path, prioritized: Any, ra
     assert raw(other) == (other[:]["x"] / 2).tolist()
 
 
-def test_a_sampler_saves_itself(tmp_path: Path, prioritized: Any, raw: Any) -> None:
-    buffer = used(prioritized)
+def test_a_sampler_saves_itself(tmp_path: Path) -> None:
+    buffer = used()
     buffer.sampler.dumps(tmp_path)
-    other = used(prioritized, rows=20)
+    other = used(rows=20)
     other.sampler.loads(tmp_path)
     assert raw(other) == raw(buffer)
     alone = COPIES["pickle"](buffer.sampler)
@@ -203,8 +198,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_state_changes_nothing(name: str, prioritized: Any, raw: Any) -> None:
-    buffer = used(prioritized)
+def test_a_bad_state_changes_nothing(name: str) -> None:
+    buffer = used()
     before, leaves = raw(buffer), buffer.sampler._table._sums.leaves
     whole = buffer.state_dict()
     for wrong in BAD[name]:
@@ -220,14 +215,14 @@ def test_a_bad_state_changes_nothing(name: str, prioritized: Any, raw: Any) -> N
     assert (buffer.sampler.alpha, buffer.sampler.beta) == (0.7, 0.5)
 
 
-def test_a_newer_state_is_a_runtime_error(prioritized: Any) -> None:
-    sampler = used(prioritized).sampler
+def test_a_newer_state_is_a_runtime_error() -> None:
+    sampler = used().sampler
     with pytest.raises(RuntimeError, match="version 1 or older, got 2"):
         sampler.load_state_dict({**sampler.state_dict(), "_schema_version": 2})
 
 
-def test_a_state_of_another_number_of_rows_is_refused(prioritized: Any, raw: Any) -> None:
-    buffer = used(prioritized)
+def test_a_state_of_another_number_of_rows_is_refused() -> None:
+    buffer = used()
     state = buffer.state_dict()
     before = raw(buffer)
     for count in (0, 19, 21):
@@ -236,17 +231,17 @@ def test_a_state_of_another_number_of_rows_is_refused(prioritized: Any, raw: Any
     assert raw(buffer) == before
 
 
-def test_states_of_other_samplers_are_refused(prioritized: Any) -> None:
-    buffer = used(prioritized)
+def test_states_of_other_samplers_are_refused() -> None:
+    buffer = used()
     other = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement())
     other.extend(torch.arange(4))
     refuses(ValueError, "'prioritized' sampler", buffer.load_state_dict, other.state_dict())
     refuses(ValueError, "'without_replacement' sampler", other.load_state_dict, buffer.state_dict())
 
 
-def test_priorities_are_not_handed_to_a_spawned_process(prioritized: Any) -> None:
+def test_priorities_are_not_handed_to_a_spawned_process() -> None:
     """Each process would have priorities of its own; a read-only buffer too."""
-    buffer = used(prioritized)
+    buffer = used()
     buffer.set_writer(ImmutableDatasetWriter())
     context = multiprocessing.get_context("spawn")
     for thing in (buffer, buffer.sampler):

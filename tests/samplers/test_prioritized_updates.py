@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from replaykit import LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
+from tests.samplers.building import prioritized, raw
 
 NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture
-def refuses(raw: Any) -> Any:
+def refuses() -> Any:
     """``refuses(buffer, error, match, *arguments, **keywords)``: and nothing has changed."""
 
     def check(buffer: ReplayBuffer, error: Any, match: str, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("how", INDICES)
-def test_every_kind_of_index(how: str, prioritized: Any, raw: Any) -> None:
+def test_every_kind_of_index(how: str) -> None:
     index, expected = INDICES[how]
     buffer = prioritized([1.0] * 4, capacity=6)
     buffer.sampler.update_priority(index, 9.0)
@@ -79,7 +80,7 @@ PRIORITIES = {
 
 @pytest.mark.parametrize("how", PRIORITIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_kind_of_priority(how: str, dtype: Any, prioritized: Any, raw: Any) -> None:
+def test_every_kind_of_priority(how: str, dtype: Any) -> None:
     buffer = prioritized([1.0] * 4, dtype=dtype)
     for update in (buffer.sampler.update_priority, buffer.update_priority):
         buffer.mark_update(torch.arange(4))
@@ -87,7 +88,7 @@ def test_every_kind_of_priority(how: str, dtype: Any, prioritized: Any, raw: Any
         assert raw(buffer)[1::2] == [3.0, 3.0]
 
 
-def test_numbers_of_python_keep_their_digits(prioritized: Any, raw: Any) -> None:
+def test_numbers_of_python_keep_their_digits() -> None:
     buffer = prioritized([1.0, 2.0], dtype=torch.float64)
     buffer.update_priority(0, 0.1)
     buffer.sampler.update_priority([1], [0.2])
@@ -98,9 +99,7 @@ def test_numbers_of_python_keep_their_digits(prioritized: Any, raw: Any) -> None
 @pytest.mark.parametrize("wrong", [NAN, INF, -INF, -1.0, -1e-30])
 @pytest.mark.parametrize("position", [0, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bad_priorities_are_refused(
-    wrong: float, position: int, dtype: Any, prioritized: Any, refuses: Any
-) -> None:
+def test_bad_priorities_are_refused(wrong: float, position: int, dtype: Any, refuses: Any) -> None:
     """PR2: the total was NaN from then on, and every later draw failed."""
     buffer = prioritized([1.0, 2.0, 3.0, 4.0, 5.0], dtype=dtype)
     priority = torch.ones(5, dtype=torch.float64)
@@ -111,7 +110,7 @@ def test_bad_priorities_are_refused(
     refuses(buffer, ValueError, "priorities", torch.tensor([0, 1, 2, 3, -1]), priority)
 
 
-def test_priority_too_large_for_the_dtype_is_refused(prioritized: Any, refuses: Any) -> None:
+def test_priority_too_large_for_the_dtype_is_refused(refuses: Any) -> None:
     """The check comes after the cast, and after the power."""
     buffer = prioritized([1.0, 2.0])
     refuses(buffer, ValueError, r"finite in torch.float32, got inf", 0, 1e39)
@@ -143,7 +142,7 @@ ONE, TWO = torch.ones(1), torch.ones(2)
     ],
 )
 def test_unsuitable_indices_and_priorities_are_refused(
-    index: Any, priority: Any, error: Any, match: str, prioritized: Any, refuses: Any
+    index: Any, priority: Any, error: Any, match: str, refuses: Any
 ) -> None:
     refuses(prioritized([1.0, 2.0]), error, match, index, priority)
     seen = prioritized([1.0, 2.0])
@@ -151,7 +150,7 @@ def test_unsuitable_indices_and_priorities_are_refused(
     refuses(seen, TypeError, "integers", [0, 1], 1.0, generation=torch.zeros(2))
 
 
-def test_the_last_of_very_many_wins(prioritized: Any, raw: Any) -> None:
+def test_the_last_of_very_many_wins() -> None:
     buffer = prioritized([1.0] * 8)
     many = torch.randint(8, (100_000,), generator=torch.Generator().manual_seed(0))
     priority = torch.rand(100_000) + 0.1
@@ -162,7 +161,7 @@ def test_the_last_of_very_many_wins(prioritized: Any, raw: Any) -> None:
 
 @pytest.mark.pitfall("PR3")
 @pytest.mark.parametrize("wrong", [3, 4, 8, -2, 2**40, -(2**40), 2**62])
-def test_an_index_outside_is_an_error(wrong: int, prioritized: Any, refuses: Any) -> None:
+def test_an_index_outside_is_an_error(wrong: int, refuses: Any) -> None:
     """PR3: it was a segmentation fault. Three of eight slots are in use."""
     buffer = prioritized([1.0, 2.0, 3.0], capacity=8)
     refuses(buffer, IndexError, rf"in \[0, 3\), .* got {wrong}$", wrong, 5.0)
@@ -187,7 +186,7 @@ def lanes() -> ReplayBuffer:
     return buffer
 
 
-def test_lanes_have_separate_priorities(lanes: ReplayBuffer, raw: Any) -> None:
+def test_lanes_have_separate_priorities(lanes: ReplayBuffer) -> None:
     index = torch.tensor([[0, 1], [2, 0], [-1, 1]])
     lanes.update_priority(index, torch.tensor([2.0, 3.0, 99.0]))
     assert raw(lanes) == [1.0, 2.0, 1.0, 1.0, 3.0, 1.0]
@@ -222,7 +221,7 @@ def test_cells_outside_and_other_coordinates_are_refused(
     refuses(lanes, error, match, index, 5.0)
 
 
-def test_priorities_laid_out_like_the_data(lanes: ReplayBuffer, raw: Any) -> None:
+def test_priorities_laid_out_like_the_data(lanes: ReplayBuffer) -> None:
     index = lanes.extend(torch.arange(4).view(2, 2))
     lanes.update_priority(index, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     # Steps 3 and 0, lane by lane.
@@ -232,7 +231,7 @@ def test_priorities_laid_out_like_the_data(lanes: ReplayBuffer, raw: Any) -> Non
 # -- by itself ------------------------------------------------------------------------------------
 
 
-def test_a_sampler_works_without_a_buffer(raw: Any) -> None:
+def test_a_sampler_works_without_a_buffer() -> None:
     storage = ListStorage(6)
     storage.set(range(4), [10, 11, 12, 13])
     sampler = PrioritizedSampler(6, 1.0, 1.0)
@@ -252,7 +251,7 @@ def test_a_sampler_works_without_a_buffer(raw: Any) -> None:
         sampler.update_priority([0], 1.0, generation=[0])
 
 
-def test_rows_never_announced_to_sampler_get_default_priority(prioritized: Any, raw: Any) -> None:
+def test_rows_never_announced_to_sampler_get_default_priority() -> None:
     """Between those that were told of, and after them."""
     sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
     sampler.update_priority([], [])
@@ -265,7 +264,7 @@ def test_rows_never_announced_to_sampler_get_default_priority(prioritized: Any, 
     assert raw(sampler) == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_priorities_of_removed_rows_are_not_restored(raw: Any) -> None:
+def test_priorities_of_removed_rows_are_not_restored() -> None:
     sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
     sampler.extend(range(4))
     sampler.update_priority(range(4), 5.0)

@@ -25,6 +25,7 @@ from replaykit import (
     TensorStorage,
     Transition,
 )
+from tests.samplers.building import follows
 from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
@@ -311,7 +312,7 @@ def prioritized(unit: Sequence, **options: Any) -> ReplayBuffer:
     )
 
 
-def test_anchors_are_drawn_by_priority(follows: Any) -> None:
+def test_anchors_are_drawn_by_priority() -> None:
     rb = prioritized(Sequence(2, burn_in=1))
     rb.update_priority(torch.arange(10), torch.arange(10.0))
     data = rb.sample(20_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from replaykit import (
     SliceSamplerWithoutReplacement,
     StackFrames,
 )
-
-Make = Callable[..., ReplayBuffer]
+from tests.samplers.building import rows, sliced
 
 
 @pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
@@ -130,7 +128,7 @@ def test_slices_of_a_number_that_may_be_less_have_no_shape() -> None:
 
 
 @pytest.mark.parametrize("draw", ["iid", "sequential"])
-def test_invalid_options_are_refused_when_drawing(draw: str, sliced: Make) -> None:
+def test_invalid_options_are_refused_when_drawing(draw: str) -> None:
     rb = sliced([9], slice_len=4, draw=draw)
     for size in (6, 3):
         assert not rb.can_sample(size)
@@ -172,7 +170,7 @@ def test_padding_and_missing_rows_of_all_dtypes_are_filled(dtype: torch.dtype) -
     assert rb[:]["y+1"].long().tolist() == [4, 2**15 + 5, 0]
 
 
-def test_values_of_padding_are_for_stored_keys(sliced: Make) -> None:
+def test_values_of_padding_are_for_stored_keys() -> None:
     rb = sliced([9], slice_len=4, pad="both", pad_value={"y": 1})
     with pytest.raises(KeyError, match="pad_value names 'y', which is not stored"):
         rb.sample(4)
@@ -191,9 +189,7 @@ def _starts(rb: ReplayBuffer, length: int, draws: int = 300) -> set[int]:
 
 
 @pytest.mark.pitfall("BD4")
-def test_given_ends_of_a_half_filled_storage(
-    sliced: Make, rows: Callable[..., Any], tmp_path: Any
-) -> None:
+def test_given_ends_of_a_half_filled_storage(tmp_path: Any) -> None:
     ends = torch.zeros(10, dtype=torch.bool)
     ends[3] = True
     rb = sliced(rows([10]), 20, slice_len=3, ends=ends)
@@ -212,7 +208,7 @@ def test_given_ends_of_a_half_filled_storage(
             buffer.sample(3)
 
 
-def test_given_ends_of_a_ring(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_given_ends_of_a_ring() -> None:
     """The last slot goes on in the first one where the ring has wrapped, and only there."""
     ends = torch.zeros(10, dtype=torch.bool)
     ends[6] = True
@@ -226,7 +222,7 @@ def test_given_ends_of_a_ring(sliced: Make, rows: Callable[..., Any]) -> None:
     assert _starts(full, 3) == {0, 1, 2, 3, 4, 7}
 
 
-def test_given_ids_around_a_ring(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_given_ids_around_a_ring() -> None:
     rb = sliced(rows([14], open_=True), 10, slice_len=3)
     same = torch.tensor([5, 5, 5, 5, 6, 6, 6, 5, 5, 5])
     rb.set_sampler(SliceSampler(slice_len=3, trajectories=same))
@@ -235,7 +231,7 @@ def test_given_ids_around_a_ring(sliced: Make, rows: Callable[..., Any]) -> None
     assert _starts(rb, 3) == {0, 1, 4, 5}
 
 
-def test_given_ends_are_of_one_stream(rows: Callable[..., Any]) -> None:
+def test_given_ends_are_of_one_stream() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(20, ndim=2),
         sampler=SliceSampler(slice_len=2, ends=torch.zeros(20)),
@@ -245,7 +241,7 @@ def test_given_ends_are_of_one_stream(rows: Callable[..., Any]) -> None:
         rb.sample(2)
 
 
-def test_given_ends_without_replacement(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_given_ends_without_replacement() -> None:
     rb = sliced(rows([10]), 20, slice_len=3)
     rb.set_sampler(SliceSamplerWithoutReplacement(slice_len=3, trajectories=torch.arange(10) // 4))
     index = rb.sample(9)["index"]

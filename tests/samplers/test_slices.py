@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,14 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.errors import NotEnoughData
+from tests.samplers.building import rows, sliced, windows_of
 from tests.support.refusals import refuses
-
-Make = Callable[..., ReplayBuffer]
-Windows = Callable[[TensorDict], list[list[int]]]
-
 
 # -- sizes and keys --------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD9")
-def test_batch_has_expected_keys_shapes_and_dtypes(sliced: Make, windows_of: Windows) -> None:
+def test_batch_has_expected_keys_shapes_and_dtypes() -> None:
     rb = sliced([5, 9], slice_len=4)
     batch, info = rb.sample(12, return_info=True)
     assert batch.shape == (12,)
@@ -43,13 +39,13 @@ def test_batch_has_expected_keys_shapes_and_dtypes(sliced: Make, windows_of: Win
     assert all(w == list(range(w[0], w[0] + 4)) for w in windows_of(batch))
 
 
-def test_number_of_slices_instead_of_their_length(sliced: Make) -> None:
+def test_number_of_slices_instead_of_their_length() -> None:
     rb = sliced([20], num_slices=3)
     assert rb.sample(12)["sequence_id"].bincount().tolist() == [4, 4, 4]
     assert rb.sample(3)["sequence_id"].bincount().tolist() == [1, 1, 1]
 
 
-def test_slices_by_length_on_request(sliced: Make) -> None:
+def test_slices_by_length_on_request() -> None:
     rb = sliced([20], slice_len=4, flat=False, batch_size=12)
     batch = rb.sample()
     assert batch.shape == (3, 4)
@@ -62,7 +58,7 @@ def test_slices_by_length_on_request(sliced: Make) -> None:
 
 @pytest.mark.parametrize("flags", ["[N]", "[N,1]", "both"])
 @pytest.mark.pitfall("BD6")
-def test_flags_are_of_one_shape(flags: str, sliced: Make, rows: Callable[..., Any]) -> None:
+def test_flags_are_of_one_shape(flags: str) -> None:
     first, second = rows([4, 4]), rows([4])
     for part, wide in ((first, flags == "[N,1]"), (second, flags != "[N]")):
         for name in ("done", "truncated", "terminated"):
@@ -79,7 +75,7 @@ def test_flags_are_of_one_shape(flags: str, sliced: Make, rows: Callable[..., An
 
 
 @pytest.mark.pitfall("BD2")
-def test_numbers_that_start_again_do_not_merge(sliced: Make, windows_of: Windows) -> None:
+def test_numbers_that_start_again_do_not_merge() -> None:
     seed = torch.arange(3).repeat_interleave(20)
     episode = torch.arange(4).repeat_interleave(5).repeat(3)
     data = TensorDict({"t": torch.arange(60), "seed": seed, "episode": episode}, [60])
@@ -91,7 +87,7 @@ def test_numbers_that_start_again_do_not_merge(sliced: Make, windows_of: Windows
 
 
 @pytest.mark.pitfall("BD14")
-def test_interleaved_streams_are_refused_with_counts_of_rows(sliced: Make) -> None:
+def test_interleaved_streams_are_refused_with_counts_of_rows() -> None:
     ids = torch.arange(4).repeat(6)
     data = TensorDict({"t": torch.arange(24), "collector": {"traj_ids": ids}}, [24])
     rb = sliced(data, slice_len=3)
@@ -107,9 +103,7 @@ def test_interleaved_streams_are_refused_with_counts_of_rows(sliced: Make) -> No
     assert (batch["t"].reshape(-1, 3).diff(dim=1) == 4).all()
 
 
-def test_custom_trajectory_and_end_keys_bound_slices(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
+def test_custom_trajectory_and_end_keys_bound_slices() -> None:
     data = rows([10])
     data["life"] = torch.arange(10) // 4
     data["next", "lost"] = torch.arange(10) == 5
@@ -126,9 +120,7 @@ def test_custom_trajectory_and_end_keys_bound_slices(
 
 
 @pytest.mark.pitfall("BD18")
-def test_columns_that_are_not_there_are_an_error(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
+def test_columns_that_are_not_there_are_an_error() -> None:
     for options in ({"end_key": "lost"}, {"end_keys": ["a", "b"]}):
         rb = sliced([5, 5], slice_len=2, **options)
         assert not rb.can_sample(4)
@@ -144,9 +136,7 @@ def test_columns_that_are_not_there_are_an_error(
 
 
 @pytest.mark.pitfall("BD15")
-def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given(
-    sliced: Make, rows: Callable[..., Any], windows_of: Windows
-) -> None:
+def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given() -> None:
     rb = sliced((), 20, slice_len=5)
     sampler = rb.sampler
     assert not rb.can_sample(5)
@@ -164,7 +154,7 @@ def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given(
 
 
 @pytest.mark.pitfall("BD19")
-def test_strict_slices_are_always_full(sliced: Make, windows_of: Windows) -> None:
+def test_strict_slices_are_always_full() -> None:
     rb = sliced([2, 6, 3, 4], slice_len=4)
     for _ in range(50):
         batch = rb.sample(20)
@@ -178,7 +168,7 @@ def test_strict_slices_are_always_full(sliced: Make, windows_of: Windows) -> Non
 # -- the newest rows, lanes ------------------------------------------------------------------------
 
 
-def test_recent_rows_only_where_plain_draws_would_miss_them(sliced: Make) -> None:
+def test_recent_rows_only_where_plain_draws_would_miss_them() -> None:
     """Active where ``ratio * (rows - (T - 1)) > steps``, and then a share rounded up."""
     for rows_, active in ((10, False), (11, True)):
         rb = sliced([rows_], slice_len=3, recent=(0.5, 4))
@@ -188,7 +178,7 @@ def test_recent_rows_only_where_plain_draws_would_miss_them(sliced: Make) -> Non
         assert not newest[:, 3:].all()
 
 
-def test_strict_lanes_need_a_window_in_every_lane(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_strict_lanes_need_a_window_in_every_lane() -> None:
     data = torch.stack([rows([8]), rows([2, 2, 2, 2])], 0)
     rb = sliced(data, slice_len=3, ndim=2, measure="lane")
     assert rb.can_sample(9)
@@ -197,7 +187,7 @@ def test_strict_lanes_need_a_window_in_every_lane(sliced: Make, rows: Callable[.
     refuses(NotEnoughData, r"none in 1 of the lanes \(the first: 1\)", rb.sample, 9)
 
 
-def test_draws_without_replacement(sliced: Make, windows_of: Windows) -> None:
+def test_draws_without_replacement() -> None:
     rb = sliced([3, 4], slice_len=2, draw="without_replacement")
     for _ in range(20):
         assert sorted(w[0] for w in windows_of(rb.sample(10))) == [0, 1, 3, 4, 5]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
@@ -21,12 +19,9 @@ from replaykit import (
 )
 from replaykit.errors import NotEnoughData
 from replaykit.storages.columns import Columns
+from tests.samplers.building import rows, sliced, windows_of
 from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
-
-Make = Callable[..., ReplayBuffer]
-Windows = Callable[[TensorDict], list[list[int]]]
-
 
 # -- what transforms need --------------------------------------------------------------------------
 
@@ -47,9 +42,6 @@ def test_rows_around_that_transforms_need(
     needs: dict[str, Any],
     expected: set[int],
     options: dict[str, Any],
-    sliced: Make,
-    rows: Callable[..., Any],
-    windows_of: Windows,
 ) -> None:
     """Rows 2..13 are stored: the first episode has lost its head, the last one is open."""
     data = rows([6, 4, 4])  # 0..5, 6..9, 10..13
@@ -62,7 +54,7 @@ def test_rows_around_that_transforms_need(
     assert {w[0] for w in windows_of(rb.sample(3 * len(expected)))} == expected
 
 
-def test_unmet_needs_of_transforms_raise_error(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_unmet_needs_of_transforms_raise_error() -> None:
     rb = sliced(rows([6], open_=True), slice_len=3)
     rb.append_transform(Needing(closed=True))
     assert not rb.can_sample(3)
@@ -70,7 +62,7 @@ def test_unmet_needs_of_transforms_raise_error(sliced: Make, rows: Callable[...,
 
 
 @pytest.mark.pitfall("SL2")
-def test_rows_are_read_once(sliced: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = sliced([50], slice_len=5)
     read = []
     plain = Columns.read
@@ -113,7 +105,7 @@ def test_other_content_is_refused() -> None:
 
 
 @pytest.mark.pitfall("BD20")
-def test_slices_from_the_starts_of_episodes(sliced: Make, windows_of: Windows) -> None:
+def test_slices_from_the_starts_of_episodes() -> None:
     """The recipe: sequential draws, a stride as long as any episode."""
     rb = sliced([4, 9, 6], slice_len=3, draw="sequential", stride=100)
     assert [w[0] for w in windows_of(rb.sample(9))] == [0, 4, 13]

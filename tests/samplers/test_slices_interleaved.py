@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from tests.samplers.building import follows
 
 Row = tuple[int, int, bool]  # t, stream, whether its episode ends
 
@@ -137,7 +137,7 @@ def test_sequential_windows_by_the_age_of_episodes(
         assert drawn == expected
 
 
-def test_streams_are_equally_likely_on_request(follows: Callable[..., bool]) -> None:
+def test_streams_are_equally_likely_on_request() -> None:
     env = np.array([0] * 40 + [7] * 8 + [3] * 20)
     np.random.default_rng(0).shuffle(env)
     rb = _buffer(68, SliceSampler(slice_len=2, measure="lane"))

@@ -16,18 +16,14 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-
-Make = Callable[..., ReplayBuffer]
-
+from tests.samplers.building import rows, sliced
 
 # -- marks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("BD12")
 @pytest.mark.pitfall("BD7")
-def test_flags_distinguish_episode_ends_from_slice_cuts(
-    sliced: Make, rows: Callable[..., Any]
-) -> None:
+def test_flags_distinguish_episode_ends_from_slice_cuts() -> None:
     data = rows([6, 6])  # the first one terminated, the second one truncated
     data["next", "terminated"][11] = False
     data["next", "truncated"][11] = True
@@ -43,7 +39,7 @@ def test_flags_distinguish_episode_ends_from_slice_cuts(
     assert torch.equal(truncated, last & (t != 5))
 
 
-def test_truncated_key_moves_or_disables_marks(sliced: Make) -> None:
+def test_truncated_key_moves_or_disables_marks() -> None:
     batch = sliced([5, 5], slice_len=3, truncated_key=("cut", "truncated")).sample(6)
     assert batch["cut", "done"].sum() == 2
     assert torch.equal(batch["cut", "truncated"] | batch["cut", "terminated"], batch["cut", "done"])
@@ -52,7 +48,7 @@ def test_truncated_key_moves_or_disables_marks(sliced: Make) -> None:
     assert torch.equal(batch["next", "done"].reshape(-1), (batch["t"] % 5 == 4))
 
 
-def test_marks_of_data_without_flags(sliced: Make) -> None:
+def test_marks_of_data_without_flags() -> None:
     data = TensorDict({"t": torch.arange(8), "episode": torch.arange(8) // 4}, [8])
     batch = sliced(data, slice_len=2).sample(6)
     last = torch.arange(6).reshape(-1, 1) % 2 == 1
@@ -74,7 +70,7 @@ def test_marks_of_data_without_flags(sliced: Make) -> None:
     ids=["uniform", "without_replacement", "prioritized"],
 )
 def test_first_rows_are_marked_under_the_key_that_was_given(
-    make: Callable[..., Any], key: Any, rows: Callable[..., Any]
+    make: Callable[..., Any], key: Any
 ) -> None:
     data = rows([5, 5, 5])
     stored = (torch.arange(15) % 5 == 0).unsqueeze(-1)
@@ -102,7 +98,7 @@ def test_first_rows_are_marked_under_the_key_that_was_given(
 @pytest.mark.parametrize(
     "options", [{"strict_length": False, "pad_output": True}, {"pad": "none"}, {"pad": "right"}]
 )
-def test_batch_always_carries_a_mask(options: dict[str, Any], sliced: Make) -> None:
+def test_batch_always_carries_a_mask(options: dict[str, Any]) -> None:
     batch = sliced([1000], slice_len=2, **options).sample(4)
     assert batch["collector", "mask"].all()
     assert (batch["collector", "mask"].shape, batch["collector", "mask"].dtype) == (
@@ -111,7 +107,7 @@ def test_batch_always_carries_a_mask(options: dict[str, Any], sliced: Make) -> N
     )
 
 
-def test_short_windows_repeat_their_last_row(sliced: Make, rows: Callable[..., Any]) -> None:
+def test_short_windows_repeat_their_last_row() -> None:
     data = rows([2])
     data["is_init"] = torch.tensor([[True], [False]])
     batch = sliced(data, slice_len=4, strict_length=False, pad_output=True).sample(8)
@@ -125,7 +121,7 @@ def test_short_windows_repeat_their_last_row(sliced: Make, rows: Callable[..., A
 
 
 @pytest.mark.parametrize("align", ["left", "right"])
-def test_padding_has_its_values(align: str, sliced: Make, rows: Callable[..., Any]) -> None:
+def test_padding_has_its_values(align: str) -> None:
     data = rows([2])
     data["x"] = torch.ones(2, 2, 3)
     data["flag"] = torch.ones(2, dtype=torch.bool)
@@ -149,8 +145,6 @@ def test_padding_has_its_values(align: str, sliced: Make, rows: Callable[..., An
 @pytest.mark.parametrize("options", [{}, {"strict_length": False}, {"pad": "both"}, {"span": True}])
 def test_tensors_of_a_device_are_marked_alike(
     options: dict[str, Any],
-    sliced: Make,
-    rows: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Elsewhere than on the CPU the flags stay tensors."""
@@ -168,7 +162,7 @@ def test_tensors_of_a_device_are_marked_alike(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"pad": "both"}, {"draw": "sequential"}])
-def test_rows_on_a_device(options: dict[str, Any], rows: Callable[..., Any]) -> None:
+def test_rows_on_a_device(options: dict[str, Any]) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(50, device="cuda"), sampler=SliceSampler(slice_len=4, **options)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, SliceSampler
+from tests.samplers.building import sliced
 
 _ROW = st.tuples(st.sampled_from(["", "", "", "terminated", "truncated"]), st.booleans())
 
@@ -157,9 +157,7 @@ def test_windows_of_any_history(
 
 
 @pytest.mark.pitfall("SL3")
-def test_number_of_calls_per_draw_does_not_depend_on_stored_rows(
-    sliced: Callable[..., Any],
-) -> None:
+def test_number_of_calls_per_draw_does_not_depend_on_stored_rows() -> None:
     """No Python frame per slice, row or episode."""
 
     def frames(lengths: list[int], size: int, **options: Any) -> int:

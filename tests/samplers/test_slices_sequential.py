@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer, SliceSampler, StackFrames
+from tests.samplers.building import rows, sliced
 from tests.storages.sharing import another
-
-Make = Callable[..., ReplayBuffer]
 
 
 def _firsts(rb: ReplayBuffer, slices: int, length: int) -> list[int]:
@@ -24,21 +22,21 @@ def _firsts(rb: ReplayBuffer, slices: int, length: int) -> list[int]:
     return batch["t"].reshape(slices, length)[:, 0].tolist()
 
 
-def test_remainder_of_an_episode_is_padded(sliced: Make) -> None:
+def test_remainder_of_an_episode_is_padded() -> None:
     rb = sliced([4, 2], slice_len=3, draw="sequential", pad="right", pad_value=-1)
     batch = rb.sample(9)
     assert batch["t"].tolist() == [0, 1, 2, 3, -1, -1, 4, 5, -1]
     assert batch["collector", "mask"].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 0]
 
 
-def test_short_episodes_are_drawn_whole(sliced: Make) -> None:
+def test_short_episodes_are_drawn_whole() -> None:
     rb = sliced([2, 5, 1], slice_len=3, draw="sequential", strict_length=False)
     assert rb.sample(9)["t"].tolist() == [0, 1, 2, 3, 4, 7]
     assert rb.sample(3)["t"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_sequence_continues_in_a_smaller_buffer(prefetch: int, rows: Callable[..., Any]) -> None:
+def test_sequence_continues_in_a_smaller_buffer(prefetch: int) -> None:
     rb, other = (
         ReplayBuffer(
             storage=LazyTensorStorage(capacity),
@@ -58,7 +56,7 @@ def test_sequence_continues_in_a_smaller_buffer(prefetch: int, rows: Callable[..
         buffer.shutdown()
 
 
-def test_a_place_that_was_lost_before_a_save(rows: Callable[..., Any]) -> None:
+def test_a_place_that_was_lost_before_a_save() -> None:
     def make() -> ReplayBuffer:
         sampler = SliceSampler(slice_len=2, draw="sequential")
         storage = LazyTensorStorage(8, lane_key="env")
@@ -104,7 +102,7 @@ def test_another_process_overwrites_a_place_after_a_load(draw: Any) -> None:
 @pytest.mark.parametrize(
     "change", [{"element": "3"}, {"include": 1}, {"pass_index": None}, {"element": -2}]
 )
-def test_invalid_state_is_refused(change: dict[str, Any], sliced: Make) -> None:
+def test_invalid_state_is_refused(change: dict[str, Any]) -> None:
     rb = sliced([6], slice_len=2, draw="sequential")
     rb.sample(2)
     state = {**rb.sampler.state_dict(), **change}
@@ -115,7 +113,7 @@ def test_invalid_state_is_refused(change: dict[str, Any], sliced: Make) -> None:
     assert _firsts(rb, 1, 2) == [2]
 
 
-def test_returned_draws_are_drawn_again(sliced: Make) -> None:
+def test_returned_draws_are_drawn_again() -> None:
     rb = sliced([3, 9, 2, 5], slice_len=3, draw="sequential")
     sampler, storage = rb.sampler, rb.storage
     first = sampler.sample(storage, 6)[0]
@@ -212,7 +210,7 @@ def test_pass_contains_every_window_of_the_grid_once(
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_can_sample_predicts_if_a_window_exists(length: int, rows: Callable[..., Any]) -> None:
+def test_can_sample_predicts_if_a_window_exists(length: int) -> None:
     """Windows begin every ``length`` rows of their episode; those of one that lost its head and
     needs a row before may all lie between."""
     without = 0

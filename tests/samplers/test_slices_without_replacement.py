@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from replaykit import (
     ReplayBuffer,
     SliceSamplerWithoutReplacement,
 )
+from tests.samplers.building import follows, rows
 from tests.support.refusals import refuses
 
 
@@ -42,7 +42,7 @@ def _episodes(batch: Any, length: int) -> list[int]:
     return batch["e"].reshape(-1, length)[:, 0].tolist()
 
 
-def test_a_pass_has_one_slice_of_every_episode(rows: Callable[..., Any]) -> None:
+def test_a_pass_has_one_slice_of_every_episode() -> None:
     rb = _buffer(rows([5] * 4), 6, slice_len=2)
     for _ in range(20):
         batches = list(rb)
@@ -52,9 +52,7 @@ def test_a_pass_has_one_slice_of_every_episode(rows: Callable[..., Any]) -> None
     assert rb.sampler.ran_out
 
 
-def test_orders_and_starts_are_uniform(
-    rows: Callable[..., Any], follows: Callable[..., bool]
-) -> None:
+def test_orders_and_starts_are_uniform() -> None:
     rb = _buffer(rows([3, 5, 2]), 6, slice_len=2)
     firsts, starts = [], []
     for _ in range(3000):
@@ -66,13 +64,13 @@ def test_orders_and_starts_are_uniform(
     assert follows(torch.tensor(starts), torch.full((4,), 1 / 4, dtype=torch.float64))
 
 
-def test_written_order_on_request(rows: Callable[..., Any]) -> None:
+def test_written_order_on_request() -> None:
     rb = _buffer(rows([5, 2, 3, 4, 5]), 6, slice_len=3, shuffle=False)
     assert [_episodes(batch, 3) for batch in rb] == [[0, 2], [3, 4]]
     assert [_episodes(batch, 3) for batch in rb] == [[0, 2], [3, 4]]
 
 
-def test_more_slices_than_episodes(rows: Callable[..., Any]) -> None:
+def test_more_slices_than_episodes() -> None:
     rb = _buffer(rows([5, 2, 3]), 30, num_slices=10)
     assert _episodes(rb.sample(), 3) in ([0, 2], [2, 0])
     assert rb.sampler.ran_out
@@ -80,7 +78,7 @@ def test_more_slices_than_episodes(rows: Callable[..., Any]) -> None:
     assert sorted(rb.sample()["sequence_id"].bincount().tolist()) == [2, 3, 3]
 
 
-def test_a_short_tail_can_be_left_out(rows: Callable[..., Any]) -> None:
+def test_a_short_tail_can_be_left_out() -> None:
     rb = _buffer(rows([5] * 5), 4, slice_len=2, drop_last=True)
     for _ in range(10):
         batches = list(rb)
@@ -93,7 +91,7 @@ def test_a_short_tail_can_be_left_out(rows: Callable[..., Any]) -> None:
         ReplayBuffer(sampler=SliceSamplerWithoutReplacement(slice_len=2, drop_last=True))
 
 
-def test_a_write_begins_a_pass(rows: Callable[..., Any]) -> None:
+def test_a_write_begins_a_pass() -> None:
     rb = _buffer(rows([2] * 4), 4, 8, slice_len=2, shuffle=False)
     assert rb.sample()["t"].tolist() == [0, 1, 2, 3]
     rb.extend(rows([2], start=8))
@@ -104,7 +102,7 @@ def test_a_write_begins_a_pass(rows: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_saved_pass_continues_in_a_larger_buffer(prefetch: int, rows: Callable[..., Any]) -> None:
+def test_saved_pass_continues_in_a_larger_buffer(prefetch: int) -> None:
     """No episode is lost or comes twice."""
     rb = _buffer(rows([3] * 9), 4, 27, prefetch, slice_len=2)
     seen = _episodes(rb.sample(), 2)
@@ -118,7 +116,7 @@ def test_saved_pass_continues_in_a_larger_buffer(prefetch: int, rows: Callable[.
         buffer.shutdown()
 
 
-def test_a_smaller_buffer_begins_a_pass(rows: Callable[..., Any]) -> None:
+def test_a_smaller_buffer_begins_a_pass() -> None:
     rb = _buffer(rows([3] * 4), 4, slice_len=2, shuffle=False)
     rb.sample()
     other = _buffer(None, 4, 7, slice_len=2, shuffle=False)
@@ -127,7 +125,7 @@ def test_a_smaller_buffer_begins_a_pass(rows: Callable[..., Any]) -> None:
     assert [_episodes(batch, 2) for batch in other] == [[2, 3]]
 
 
-def test_returned_draws_are_drawn_again(rows: Callable[..., Any]) -> None:
+def test_returned_draws_are_drawn_again() -> None:
     rb = _buffer(rows([3, 1, 4, 2, 5, 2]), 4, slice_len=2)
     sampler, storage = rb.sampler, rb.storage
     drawn = [sampler.sample(storage, 4)[0] for _ in range(3)]
@@ -140,7 +138,7 @@ def test_returned_draws_are_drawn_again(rows: Callable[..., Any]) -> None:
     assert sampler.ran_out
 
 
-def test_lanes_are_drawn_in_written_order(rows: Callable[..., Any]) -> None:
+def test_lanes_are_drawn_in_written_order() -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(20, ndim=2),
         sampler=SliceSamplerWithoutReplacement(slice_len=2, shuffle=False),
@@ -163,7 +161,7 @@ def test_lanes_are_drawn_in_written_order(rows: Callable[..., Any]) -> None:
         {"_ran_out": None},
     ],
 )
-def test_invalid_state_is_refused(change: dict[str, Any], rows: Callable[..., Any]) -> None:
+def test_invalid_state_is_refused(change: dict[str, Any]) -> None:
     rb = _buffer(rows([3] * 4), 4, slice_len=2)
     rb.sample()
     state = {**rb.sampler.state_dict(), **change}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.samplers.building import sliced
 
 FORMS = st.one_of(
     st.fixed_dictionaries(
@@ -63,9 +64,7 @@ def scan(lengths: list[int], form: dict[str, Any], length: int) -> list[tuple[in
     form=FORMS,
     length=st.integers(3, 5),
 )
-def test_windows_are_those_of_a_scan(
-    lengths: list[int], form: dict[str, Any], length: int, sliced: Callable[..., Any]
-) -> None:
+def test_windows_are_those_of_a_scan(lengths: list[int], form: dict[str, Any], length: int) -> None:
     """BD11: all of them, once, with the places of padding; the last row of each is marked."""
     wanted = scan(lengths, form, length)
     rb = sliced(lengths, slice_len=length, draw="without_replacement", **form)

@@ -42,21 +42,6 @@ def test_epochs_differ_and_are_uniform() -> None:
     assert chi_square < 23 + 5 * (2 * 23) ** 0.5
 
 
-def test_every_cell_of_the_lanes_is_drawn_once(make_lanes: Any) -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(12, ndim=2), sampler=SamplerWithoutReplacement(), batch_size=4
-    )
-    rb.extend(make_lanes(0, 5))
-    batches = list(rb)
-    assert [len(batch) for batch in batches] == [4, 4, 2]
-    ids = sorted(torch.cat([batch["id"] for batch in batches]).tolist())
-    assert ids == [0, 1, 2, 3, 4, 100, 101, 102, 103, 104]
-    assert batches[0]["index"].shape == (4, 2)
-    for batch in batches:
-        step, lane = batch["index"].unbind(-1)
-        assert torch.equal(batch["id"], step + 100 * lane)
-
-
 def test_emptying_begins_a_new_epoch() -> None:
     rb = _buffer(6, 4, shuffle=False)
     rb.sample()
@@ -192,7 +177,9 @@ def test_cells_of_lanes_can_be_put_back(make_lanes: Any) -> None:
     drawn, _ = rb.sampler.sample(rb.storage, 4)
     assert drawn.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     rb.sampler.put_back([drawn], rb.storage)
-    assert rb.sample(6)["id"].tolist() == [0, 100, 1, 101, 2, 102]
+    batch = rb.sample(7)  # every cell, once
+    assert batch["id"].tolist() == [0, 100, 1, 101, 2, 102]
+    assert torch.equal(batch["index"], torch.cartesian_prod(torch.arange(3), torch.arange(2)))
 
 
 def test_repr_shows_options() -> None:
