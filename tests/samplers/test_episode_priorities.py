@@ -200,7 +200,7 @@ class Model:
 
 @pytest.mark.parametrize("kind", STORAGES)
 def test_priorities_stay_with_their_episodes(kind: str, tmp_path: Path) -> None:
-    for seed in range(12):
+    for seed in range(6):
         model = Model(kind, seed)
         model.write()
         for step in range(60):
