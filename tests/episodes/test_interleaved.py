@@ -190,6 +190,30 @@ LAWS = [
 ]
 
 
+def check_laws(buffer: ReplayBuffer, model: Any, laws: list[CountLaw]) -> None:
+    """Compare all windows, episodes and rows of each law with those of a model of streams."""
+    index = buffer.storage.episodes
+    for law in laws:
+        for kind in (WINDOWS, EPISODES, ROWS):
+            totals, numbers = model.windows(law, kind)
+            assert index.totals(law, kind).tolist() == totals
+            if numbers:
+                got = index.find(law, kind, np.arange(len(numbers)))
+                slots = torch.from_numpy(index.element(got.base, got.lane))
+                base = buffer.storage.ledger.positions(slots).tolist()
+                rest = (got.lane, np.array(base), got.rows, got.count, got.rest)
+                assert list(zip(*(part.tolist() for part in rest), strict=True)) == numbers
+
+
+def set_ends(buffer: ReplayBuffer, codes: list[int]) -> None:
+    """Give the stored rows, from the oldest on, other flags: 1 terminated, 2 truncated."""
+    slots = buffer.storage.ledger.write_order()
+    code = torch.zeros(len(slots), dtype=torch.int64)
+    code[slots] = torch.tensor(codes)
+    flags = {"terminated": code == 1, "truncated": code == 2, "done": code > 0}
+    buffer.update_({("next", name): flag[:, None] for name, flag in flags.items()})
+
+
 def check(buffer: ReplayBuffer, model: Model) -> None:
     if not buffer.storage.initialized:
         assert not model.rows
@@ -206,16 +230,7 @@ def check(buffer: ReplayBuffer, model: Model) -> None:
     assert found.reasons.tolist() == [min(one.code, 3) for one in expected]
     assert [one.evicted for one in found] == [model.gone(one) for one in expected]
     assert index.longest() == max([len(model.stored(one)) for one in expected], default=0)
-    for law in LAWS:
-        for kind in (WINDOWS, EPISODES, ROWS):
-            totals, numbers = model.windows(law, kind)
-            assert index.totals(law, kind).tolist() == totals
-            if numbers:
-                got = index.find(law, kind, np.arange(len(numbers)))
-                slots = torch.from_numpy(index.element(got.base, got.lane))
-                base = buffer.storage.ledger.positions(slots).tolist()
-                rest = (got.lane, np.array(base), got.rows, got.count, got.rest)
-                assert list(zip(*(part.tolist() for part in rest), strict=True)) == numbers
+    check_laws(buffer, model, LAWS)
     if model.rows:
         check_rows(buffer, model, index)
 
@@ -338,16 +353,7 @@ def edit(buffer: ReplayBuffer, model: Model, data: st.DataObject) -> None:
     codes = data.draw(
         st.lists(st.sampled_from([0, 0, 1, 2]), min_size=len(model.rows), max_size=len(model.rows))
     )
-    slots = buffer.storage.ledger.write_order()
-    code = torch.zeros(len(slots), dtype=torch.int64)
-    code[slots] = torch.tensor(codes)
-    buffer.update_(
-        {
-            ("next", "terminated"): (code == 1)[:, None],
-            ("next", "truncated"): (code == 2)[:, None],
-            ("next", "done"): (code > 0)[:, None],
-        }
-    )
+    set_ends(buffer, codes)
     for row, value in zip(model.rows, codes, strict=True):
         row.code = value
     model.again()

@@ -38,6 +38,7 @@ from replaykit.episodes import (
     Head,
 )
 from replaykit.errors import BufferFull, SchemaError
+from tests.episodes.test_interleaved import check_laws, set_ends
 from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
@@ -186,16 +187,7 @@ def check(rb: ReplayBuffer, model: Model) -> None:
     assert found.heads.tolist() == [run.head for run in runs]
     assert found.reasons.tolist() == [min(run.code, 3) for run in runs]
     assert [one.evicted for one in found] == [len(run.rows) - len(run.stored) for run in runs]
-    for law in LAWS:
-        for kind in (WINDOWS, EPISODES, ROWS):
-            totals, numbers = model.windows(law, kind)
-            assert index.totals(law, kind).tolist() == totals
-            if numbers:
-                got = index.find(law, kind, np.arange(len(numbers)))
-                at = torch.from_numpy(index.element(got.base, got.lane))
-                base = ledger.positions(at).tolist()
-                rest = (got.lane, np.array(base), got.rows, got.count, got.rest)
-                assert list(zip(*(part.tolist() for part in rest), strict=True)) == numbers
+    check_laws(rb, model, LAWS)
     if rows:
         check_streams(rb, model, index)
 
@@ -317,16 +309,7 @@ def edit(rb: ReplayBuffer, model: Model, data: st.DataObject) -> None:
     codes = data.draw(
         st.lists(st.sampled_from([0, 0, 1, 2]), min_size=len(rows), max_size=len(rows))
     )
-    slots = rb.storage.ledger.write_order()
-    code = torch.zeros(len(slots), dtype=torch.int64)
-    code[slots] = torch.tensor(codes)
-    rb.update_(
-        {
-            ("next", "terminated"): (code == 1)[:, None],
-            ("next", "truncated"): (code == 2)[:, None],
-            ("next", "done"): (code > 0)[:, None],
-        }
-    )
+    set_ends(rb, codes)
     for row, value in zip(rows, codes, strict=True):
         row.code = value
 
