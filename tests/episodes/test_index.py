@@ -337,21 +337,6 @@ def test_rows_placed_all_over_are_noted_in_one_go(
             assert np.array_equal(once, each)
 
 
-def test_ids_are_compared_across_both_ways_of_noting_rows() -> None:
-    """More rows than slots are noted from the batch, fewer from where they are stored."""
-    rb = new_buffer(3)
-    row = dict.fromkeys(("terminated", "truncated", "done"), 0) | {"is_init": 1}
-    for first, count in ((0, 1), (0, 5), (1, 2), (1, 7), (1, 1), (2, 4), (2, 2), (3, 3)):
-        rb.extend(as_batch([{**row, "episode": first}] * count))
-    assert (
-        rb.storage.episodes.ids(*rb.storage.episodes.time_and_lane(np.arange(3))).tolist()
-        == [22] * 3
-    )
-    rb.extend(as_batch([{**row, "episode": 4}]))
-    table = rb.storage.episodes.table()
-    assert (table.code.tolist(), np.diff(table.last).tolist()) == ([3, 0], [1])
-
-
 def test_index_version_only_increases() -> None:
     """Whoever keeps what it derived from an index goes by it: also where all rows are replaced."""
     rb = new_buffer(3)

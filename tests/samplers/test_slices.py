@@ -150,21 +150,6 @@ def test_a_sampler_goes_by_the_keys_of_the_storage_it_is_given() -> None:
     assert {w[0] for w in windows_of(other.sample(500))} == {0, 1, 6, 7}
 
 
-# -- the law ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("BD19")
-def test_strict_slices_are_always_full() -> None:
-    rb = sliced([2, 6, 3, 4], slice_len=4)
-    for _ in range(50):
-        batch = rb.sample(20)
-        assert len(batch) == 20
-        assert {len(w) for w in windows_of(batch)} == {4}
-    padded = sliced([2, 6, 3, 4], slice_len=4, strict_length=False, pad_output=True).sample(20)
-    assert len(padded) == 20
-    assert ("collector", "mask") in padded.keys(True)
-
-
 # -- the newest rows, lanes ------------------------------------------------------------------------
 
 

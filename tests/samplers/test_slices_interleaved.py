@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from tests.samplers.building import follows
 
 Row = tuple[int, int, bool]  # t, stream, whether its episode ends
 
@@ -135,14 +133,3 @@ def test_sequential_windows_by_the_age_of_episodes(
             expected.append(last[1])
         drawn = rb.sample(each * length)["t"].reshape(each, length)[:, 0].tolist()
         assert drawn == expected
-
-
-def test_streams_are_equally_likely_on_request() -> None:
-    env = np.array([0] * 40 + [7] * 8 + [3] * 20)
-    np.random.default_rng(0).shuffle(env)
-    rb = _buffer(68, SliceSampler(slice_len=2, measure="lane"))
-    rb.extend(_data([(i, int(e), False) for i, e in enumerate(env)]))
-    drawn = rb.sample(2 * 9000)["env"].reshape(-1, 2)
-    assert (drawn[:, 0] == drawn[:, 1]).all()
-    number = torch.tensor([0, 9, 9, 2, 9, 9, 9, 1])[drawn[:, 0]]
-    assert follows(number, torch.full((3,), 1 / 3, dtype=torch.float64))

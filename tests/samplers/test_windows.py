@@ -57,7 +57,7 @@ def scan(lengths: list[int], form: dict[str, Any], length: int) -> list[tuple[in
     return windows
 
 
-@pytest.mark.pitfall("BD11")
+@pytest.mark.pitfall("BD11", "BD19")
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
@@ -65,7 +65,7 @@ def scan(lengths: list[int], form: dict[str, Any], length: int) -> list[tuple[in
     length=st.integers(3, 5),
 )
 def test_windows_are_those_of_a_scan(lengths: list[int], form: dict[str, Any], length: int) -> None:
-    """BD11: all of them, once, with the places of padding; the last row of each is marked."""
+    """BD11, BD19: all of them, once, with the places of padding, and marked at their last row."""
     wanted = scan(lengths, form, length)
     rb = sliced(lengths, slice_len=length, draw="without_replacement", **form)
     assert rb.can_sample(length) is bool(wanted)
