@@ -340,7 +340,7 @@ REFUSALS: list[tuple[Callable[[StreamEpisodes], Any], type[Exception], str]] = [
 ]
 
 
-def test_the_core_refuses_what_is_not_there_or_cannot_be_read() -> None:
+def test_the_core_refuses_missing_rows_and_unreadable_arrays() -> None:
     ring = new_ring(5, 2)
     ring.append(np.zeros((10, 2), np.uint8))
     for ask, error, text in REFUSALS:
