@@ -38,66 +38,36 @@ from tests import effort
 
 @pytest.mark.acceptance("S12")
 @pytest.mark.parametrize("chance", [0.1, 0.004])
-@pytest.mark.parametrize("layout", ["lanes", "streams", "rings", "lanes in pieces"])
-def test_steps_to_the_end_after_every_write(
-    chance: float, layout: str, ted: Any, buffer: Any
-) -> None:
-    dice = random.Random(f"{chance}{layout}")
-    streams = layout in ("streams", "rings")
-    rb = buffer(200, lane_key="lane") if streams else buffer(100, lanes=2)
-    if layout == "rings":  # of 100 rows for each of the streams, which advance as they like
-        rb.set_writer(LaneWriter(100))
-    kept: list[list[tuple[int, int, bool]]] = [[], []]  # of each lane: (t, begin, done)
-    begin, written = [0, 0], 0
-    while written < effort.cases(1000):
-        count = 1 if "pieces" not in layout else dice.randint(1, 130)
-        lanes = [dice.randrange(2)] if streams else [0, 1]
-        codes = []
-        for lane in lanes:
-            ends = [dice.random() < chance for _ in range(count)]
-            codes.append([int(end) for end in ends])
-            for end in ends:
-                t = len(kept[lane])
-                kept[lane].append((t, begin[lane], end))
-                begin[lane] = t + 1 if end else begin[lane]
-        if streams:
-            rows = ted(codes[0], len(kept[lanes[0]]) - 1, lane=lanes)
-        else:
-            rows = ted(codes, len(kept[0]) - count)
-        rb.extend(rows)
-        written += count
-        if streams and written % 3:
+def test_steps_to_the_end_in_rings_of_streams(chance: float, ted: Any, buffer: Any) -> None:
+    """Each of two streams has a ring of 100 rows; `test_histories` has the other layouts."""
+    dice = random.Random(f"{chance}")
+    rb = buffer(200, lane_key="lane", writer=LaneWriter(100))
+    kept: list[list[tuple[int, bool]]] = [[], []]  # of each lane: (begin, done)
+    begin = [0, 0]
+    for written in range(effort.cases(1000)):
+        lane = dice.randrange(2)
+        t, done = len(kept[lane]), dice.random() < chance
+        kept[lane].append((begin[lane], done))
+        begin[lane] = t + 1 if done else begin[lane]
+        rb.extend(ted([int(done)], t, lane=[lane]))
+        if written % 3:
             continue
         looks = rb.episodes
         index = looks.index
-        own = rb[index] if streams else rb[:][index[:, 1], index[:, 0]]
-        lane_of = own["lane"].tolist() if streams else index[:, 1].tolist()
-        end: list[list[int]] = []
-        for lane in (0, 1):
-            last = [0] * len(kept[lane])
-            for t, _, done in reversed(kept[lane][-201:]):
-                last[t] = t if done or t == len(kept[lane]) - 1 else last[t + 1]
-            end.append(last)
-        found = zip(
-            lane_of,
-            own["t"].tolist(),
-            looks.steps_to_end(index).tolist(),
-            looks.step(index).tolist(),
-            looks.reason(index).tolist(),
-            strict=True,
-        )
+        last = [[0] * len(own) for own in kept]
+        for lane, own in enumerate(kept):
+            for t in range(len(own) - 1, max(len(own) - 202, -1), -1):
+                last[lane][t] = t if own[t][1] or t == len(own) - 1 else last[lane][t + 1]
+        columns = (rb["lane"][index], rb["t"][index], looks.steps_to_end(index))
+        columns = (*columns, looks.step(index), looks.reason(index))
         seen = []
-        for lane, t, to_end, step, reason in found:
-            assert to_end == end[lane][t] - t
-            assert step == t - kept[lane][t][1]
-            assert reason == (1 if kept[lane][end[lane][t]][2] else 0)
+        for lane, t, to_end, step, reason in zip(*(c.tolist() for c in columns), strict=True):
+            end = last[lane][t]
+            assert (to_end, step) == (end - t, t - kept[lane][t][0])
+            assert reason == kept[lane][end][1]
             seen.append((lane, t))
-        assert len(seen) == len(set(seen))
-        if layout == "streams":
-            assert len(seen) == min(200, written)
-        else:
-            newest = [(lane, t) for lane in (0, 1) for t, _, _ in kept[lane][-100:]]
-            assert sorted(seen) == newest
+        newest = [(lane, t) for lane in (0, 1) for t in [*range(len(kept[lane]))][-100:]]
+        assert sorted(seen) == newest
 
 
 @pytest.mark.acceptance("F3", "F4")
@@ -129,60 +99,28 @@ def test_emptied_rows_are_never_seen_again(lane_key: Any, ted: Any, buffer: Any)
     assert not handles & set(gone)
 
 
-def returns(rb: ReplayBuffer, lanes: int = 1) -> Any:
-    found = rb[:]["episode_return"].squeeze(-1)
-    return [[round(value, 6) for value in row] for row in found.view(lanes, -1).tolist()]
-
-
 @pytest.mark.acceptance("S13", "F18")
-@pytest.mark.parametrize("at_once", [True, False])
-def test_returns_of_two_lanes(at_once: bool, ted: Any, buffer: Any) -> None:
-    rewards = [[-1.0, -1.0, -1.0, 0.0, -1.0], [-1.0, 0.0, -1.0, -1.0, -1.0]]
-    rows = ted([[0, 1, 0, 1, 1], [1, 1, 0, 1, 0]])
-    rows["next", "reward"] = torch.tensor(rewards).unsqueeze(-1)
-    rb = buffer(10, lanes=2, transform=ReturnToGo(0.99, default=-1000.0))
-    if at_once:
-        rb.extend(rows)
-    else:
-        for t in range(5):
-            rb.extend(rows[:, t : t + 1])
-            if t == 2:  # rows of episodes that are open hold the default
-                assert returns(rb, 2) == [[-1.99, -1.0, -1000.0], [-1.0, 0.0, -1000.0]]
-                valid = rb[:]["return_valid"].view(2, -1).tolist()
-                assert valid == [[True, True, False]] * 2
-    assert returns(rb, 2) == [[-1.99, -1.0, -1.0, 0.0, -1.0], [-1.0, 0.0, -1.99, -1.0, -1000.0]]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"reward_clip": (-1, 1)}, [-7.0, -7.0]),
+        ({"reward_clip": (-1, 1), "on_truncated": "bootstrap"}, [50.5, 99.0]),
+        ({"on_truncated": "bootstrap"}, [53.5, 97.0]),
+    ],
+)
+def test_returns_of_clipped_rewards_and_of_a_value(
+    options: dict[str, Any], expected: list[float], ted: Any, buffer: Any
+) -> None:
+    def value(last: Any) -> torch.Tensor:
+        return torch.full((len(last), 1), 200.0)
 
-
-@pytest.mark.acceptance("S13", "F18")
-def test_returns_of_a_single_lane(ted: Any, buffer: Any) -> None:
-    def of(codes: list[int], rewards: Any, capacity: int = 10, **options: Any) -> Any:
-        rb = buffer(capacity, transform=ReturnToGo(**options))
-        rows = ted(codes)
-        rows["next", "reward"] = torch.tensor(rewards).view(len(codes), -1)
-        for row in rows.split(1):
-            rb.extend(row)
-        return rb[:]["episode_return"].squeeze(-1).tolist()
-
-    assert of([0, 0, 1], [1.0, 2.0, 4.0], gamma=0.5) == [3.0, 4.0, 4.0]
-    assert of([0, 1], [5.0, -3.0], gamma=1.0, reward_clip=(-1, 1)) == [0.0, -1.0]
-    assert of([0, 2], [5.0, -3.0], gamma=1.0, default=-7.0) == [-7.0, -7.0]
-    assert of([0, 1], [[1.0, 10.0], [2.0, 20.0]], gamma=0.5) == [[2.0, 20.0], [2.0, 20.0]]
-    # Of an episode whose first rows are gone the stored ones have theirs: rows 1, 2, 3 are left.
-    assert sorted(of([0, 0, 0, 1], [1.0, 2.0, 4.0, 8.0], 3, gamma=1.0)) == [8.0, 12.0, 14.0]
-    wanted = 1.0 + 0.5 * 2.0 + 0.25 * 100.0
-    found = of(
-        [0, 2],
-        [1.0, 2.0],
-        gamma=0.5,
-        on_truncated="bootstrap",
-        value=lambda last: torch.full((len(last), 1), 100.0),
-    )
-    assert found == [wanted, 2.0 + 50.0]
-    for wrong in ({"gamma": 1.5}, {"gamma": 0.5, "reward_clip": (1, -1)}):
-        with pytest.raises(ValueError):
-            ReturnToGo(**wrong)
-    with pytest.raises(ValueError):
-        ReturnToGo(0.9, on_truncated="sometimes")
+    given = {"value": value} if "on_truncated" in options else {"default": -7.0}
+    rb = buffer(10, transform=ReturnToGo(0.5, **given, **options))
+    rows = ted([0, 2])
+    rows["next", "reward"] = torch.tensor([[5.0], [-3.0]])
+    for row in rows.split(1):
+        rb.extend(row)
+    assert rb[:]["episode_return"].flatten().tolist() == expected
 
 
 def goals(rows: Any) -> Any:

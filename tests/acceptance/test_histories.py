@@ -23,6 +23,7 @@ from replaykit import (
     LazyTensorStorage,
     NStep,
     PreviousStep,
+    PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
@@ -34,6 +35,7 @@ from replaykit import (
 )
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import NotEnoughData
+from tests.support.refusals import refuses
 
 STEPS, GAMMA, FRAMES = 3, 0.5, 3
 
@@ -375,7 +377,11 @@ class Histories:
                 wanted[row.number] = (run, t)
         if not wanted:
             assert not self.seen.can_sample(1)
+            if self.model.stored:
+                refuses(NotEnoughData, "history", self.seen.sample, 1)
             return
+        self.seen.set_sampler(PrioritizedSampler(alpha=0.7, beta=0.4))
+        assert set(self.seen.sample(20)["number"].tolist()) <= set(wanted)
         self.seen.set_sampler(SamplerWithoutReplacement(shuffle=False))
         batch = self.seen.sample(len(wanted))
         assert Counter(batch["number"].tolist()) == Counter(wanted.keys())
@@ -406,6 +412,7 @@ KINDS = ["inside", "shorter", "left", "right", "both", "left law", "right law", 
 
 
 @pytest.mark.acceptance("C6", "C11", "C24", "C25", "C34", "C38", "C39", "C48")
+@pytest.mark.acceptance("S5", "S7", "S26", "F1", "F49", "F53")
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(st.data())
 @pytest.mark.parametrize("layout", ["ring", "lanes", "streams"])

@@ -12,11 +12,8 @@ from tensordict import TensorDict
 from replaykit import (
     LaneWriter,
     LazyTensorStorage,
-    PrioritizedSampler,
-    RandomSampler,
     ReplayBuffer,
     SliceSampler,
-    StackFrames,
 )
 from replaykit.errors import NotEnoughData, StaleAddress
 
@@ -101,25 +98,6 @@ def test_lanes_that_advance_together(ted: Any, buffer: Any) -> None:
     assert len(rb) == 0
 
 
-@pytest.mark.acceptance("S5")
-def test_a_batch_longer_than_the_ring_leaves_its_tail(tmp_path: Any, ted: Any, buffer: Any) -> None:
-    """In the order of age, which is that of ``rb.episodes``."""
-    rb = buffer(256)
-    rb.extend(ted([0] * 100))
-    rb.extend(ted([0] * 1000, 1000))
-    assert len(rb) == 256
-    assert rb.episodes.rows()["t"].tolist() == list(range(1744, 2000))
-    rb.extend(ted([0] * 100, 3000))
-    wanted = [*range(1844, 2000), *range(3000, 3100)]
-    assert rb.episodes.rows()["t"].tolist() == wanted
-    rb.dumps(tmp_path / "saved")
-    other = buffer(256)
-    other.loads(tmp_path / "saved")
-    assert other.episodes.rows()["t"].tolist() == wanted
-    other.empty()
-    assert len(other) == 0
-
-
 @pytest.mark.acceptance("S6")
 def test_recent_rows_come_first_and_lanes_take_turns(ted: Any, buffer: Any) -> None:
     sampler = SliceSampler(slice_len=1, measure="lane", draw="stratified", recent=(0.5, 4))
@@ -137,22 +115,6 @@ def test_recent_rows_come_first_and_lanes_take_turns(ted: Any, buffer: Any) -> N
     recent = list(zip(lanes(batch)[:16], batch["t"][:16].tolist(), strict=True))
     assert sorted(recent) == [(lane, t) for lane in range(4) for t in (28, 29, 30, 31)]
     assert Counter(lanes(batch)[16:]) == dict.fromkeys(range(4), 4)
-
-
-@pytest.mark.acceptance("F1")
-def test_a_lane_that_starts_late_has_no_window_before_its_first_row(ted: Any, buffer: Any) -> None:
-    rb = buffer(100, SliceSampler(slice_len=2), lane_key="lane")
-    for t in range(5):
-        rb.extend(one_each(ted, [0], [t]))
-    rb.extend(one_each(ted, [0, 1], [5, 0]))
-    assert set(rb.sample(400)["lane"].tolist()) == {0}
-    rb.extend(one_each(ted, [0, 1], [6, 1]))
-    pairs = rb.sample(2000)
-    both = pairs["lane"].reshape(-1, 2)
-    assert torch.equal(both[:, 0], both[:, 1])
-    late = pairs["t"].reshape(-1, 2)[both[:, 0] == 1]
-    assert len(late)
-    assert late.unique(dim=0).tolist() == [[0, 1]]
 
 
 @pytest.mark.acceptance("F12")
@@ -186,45 +148,6 @@ def test_lanes_without_windows_neither_block_nor_bias(ted: Any, buffer: Any) -> 
     rb.set_sampler(SliceSampler(slice_len=2, measure="lane", strict_lanes=True))
     with pytest.raises(NotEnoughData):
         rb.sample(2)
-
-
-@pytest.mark.acceptance("S7")
-@pytest.mark.parametrize("priorities", [False, True])
-def test_rows_without_their_history_are_not_drawn(priorities: bool, ted: Any, buffer: Any) -> None:
-    """Where the stream was joined in the middle; at a genuine beginning history is padding."""
-
-    def sampler() -> Any:
-        return PrioritizedSampler(alpha=0.7, beta=0.4) if priorities else RandomSampler()
-
-    def frames() -> StackFrames:
-        return StackFrames(["observation"], 3)
-
-    rb = buffer(10, sampler(), transform=frames())
-    rb.extend(ted([0]))
-    assert rb.sample(1)["observation"].tolist() == [[0.0] * 3]
-    rb.empty()  # while the episode is open: what comes next was joined in the middle
-    for t in (0, 1):
-        rb.extend(ted([0], t))
-        with pytest.raises(NotEnoughData):
-            rb.sample(1)
-    rb.extend(ted([0], 2))
-    for _ in range(10):
-        batch = rb.sample(1)
-        assert batch["t"].tolist() == [2]
-        assert batch["observation"].tolist() == [[0.0, 1.0, 2.0]]
-        if priorities:
-            assert batch["priority_weight"].tolist() == [1.0]
-
-
-@pytest.mark.acceptance("F49", "F53")
-def test_short_episodes_never_fail_and_windows_are_uniform(
-    ted: Any, codes_of: Any, buffer: Any
-) -> None:
-    rb = buffer(1000, SliceSampler(slice_len=4, draw="stratified"))
-    rb.extend(ted(codes_of([1, 2, 3] * 30 + [4] + [3, 2] * 20 + [7])))
-    for _ in range(50):
-        starts = rb.sample(4 * 50)["t"].reshape(-1, 4)[:, 0]
-        assert Counter(starts.tolist()) == dict.fromkeys([180, 284, 285, 286, 287], 10)
 
 
 @pytest.mark.acceptance("F57")

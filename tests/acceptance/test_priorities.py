@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from typing import Any
@@ -11,13 +10,10 @@ import pytest
 import torch
 
 from replaykit import (
-    MaxSegmentTree,
-    MinSegmentTree,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     SliceSampler,
     StackFrames,
-    SumSegmentTree,
 )
 from replaykit.errors import NotEnoughData
 
@@ -194,78 +190,3 @@ def test_weights_and_draws_survive_a_restart(ted: Any, buffer: Any, tmp_path: An
         for key in ("t", "priority_weight", "sequence_id"):
             assert torch.equal(one[key], two[key])
         assert torch.isfinite(one["priority_weight"]).all()
-
-
-SIZES = [1, 2, 3, 4, 7, 8, 9, 10, 15, 16, 128]
-
-
-@pytest.mark.acceptance("S11")
-@pytest.mark.parametrize("size", SIZES)
-def test_trees_against_plain_reductions(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    leaves = [0.0] * size
-    largest = [-math.inf] * size
-    sums = SumSegmentTree(size, dtype=torch.float64)
-    maxima = MaxSegmentTree(size, dtype=torch.float64)
-    for _ in range(100):
-        count = int(torch.randint(1, size + 1, (), generator=generator))
-        at = torch.randperm(size, generator=generator)[:count]
-        value = torch.randint(0, 9, (count,), generator=generator).double() / 8
-        sums[at], maxima[at] = value, value
-        for i, v in zip(at.tolist(), value.tolist(), strict=True):
-            leaves[i] = largest[i] = v
-        assert sums.total == math.fsum(leaves)  # eighths: exact
-        assert maxima.root == max(largest)
-        assert int(sums.nonzero_count) == sum(v > 0 for v in leaves)
-        low = 0.0
-        for i, v in enumerate(leaves):
-            if v:
-                assert sums.find_prefix(low + v / 2) == i
-                assert sums.find_prefix(low) == i
-            low += v
-        if low:
-            assert sums.find_prefix(low) == max(i for i, v in enumerate(leaves) if v)
-            for wrong in (low + 0.5, -0.5, math.nan):
-                with pytest.raises(ValueError):
-                    sums.find_prefix(wrong)
-
-
-@pytest.mark.acceptance("S11")
-def test_a_threshold_of_the_whole_sum_finds_the_last_leaf_with_weight() -> None:
-    tree = SumSegmentTree(10)
-    tree[list(range(10))] = torch.tensor([0.1] * 9 + [0.0])
-    assert tree.find_prefix(tree.total) == 8
-    with pytest.raises(ValueError):
-        tree.find_prefix(tree.total + 0.1)
-
-
-@pytest.mark.acceptance("F7")
-def test_a_row_twice_in_an_update_counts_once() -> None:
-    tree = SumSegmentTree(8)
-    tree[torch.tensor([3, 3, 5, 3])] = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    assert (tree.total, int(tree.nonzero_count)) == (12.0, 2)
-    tree[torch.tensor([3, 3])] = torch.tensor([5.0, 0.0])
-    assert (tree.total, int(tree.nonzero_count)) == (4.0, 1)
-    other = SumSegmentTree(8)
-    other.load_state_dict(tree.state_dict())
-    assert int(other.nonzero_count) == 1
-
-
-@pytest.mark.acceptance("F19")
-def test_sums_of_many_weights_stay_accurate() -> None:
-    tree = SumSegmentTree(2**20)
-    tree[torch.arange(2**20)] = torch.full((2**20,), 0.1)
-    tree[[0]] = torch.tensor([2.0**24])
-    exact = 2.0**24 + float(torch.tensor(0.1)) * (2**20 - 1)
-    assert tree.total == pytest.approx(exact, rel=1e-13)
-    for _ in range(200):
-        tree[[0]] = torch.tensor([2.0**24])
-    assert tree.total == pytest.approx(exact, rel=1e-13)
-
-
-@pytest.mark.acceptance("F22")
-def test_a_minimum_ignores_leaves_that_were_never_set() -> None:
-    tree = MinSegmentTree(10)
-    assert tree.root == math.inf
-    tree[[7]] = torch.tensor([3.0])
-    assert (tree.root, tree.reduce(0, 5)) == (3.0, math.inf)

@@ -20,9 +20,6 @@ from replaykit import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StackFrames,
-    join_trajectories,
-    pad_collate,
-    split_trajectories,
 )
 from replaykit.errors import NotEnoughData
 
@@ -171,30 +168,6 @@ def test_missing_window_error_states_stored_rows(
     assert not rb.can_sample(9)
     with pytest.raises(RuntimeError):
         buffer(50, makers[kind](slice_len=9), lanes=lanes).sample(9)
-
-
-@pytest.mark.acceptance("S19", "F34", "F41")
-def test_collated_trajectories(ted: Any) -> None:
-    short = ted([0, 0, 1], 4)
-    short["next", "reward"][1] = 4.0
-    long = ted([0, 0, 0, 0, 1], 2)
-    batch = pad_collate([short, long], pad_value=4)
-    for key in batch.keys(True, True):
-        assert batch[key].shape[:2] == (2, 5), key
-        if key != "mask":
-            assert batch[key].dtype == short[key].dtype
-    assert batch["mask"].dtype == torch.bool
-    assert batch["mask"].sum(1).tolist() == [3, 5]
-    assert not batch["next", "done"][0, 3:].any()
-    assert batch["next", "reward"][0].squeeze(-1).tolist() == [4, 4, 6, 4, 4]
-    assert batch["mask"][0].tolist() == [True, True, True, False, False]
-    assert (join_trajectories(batch) == torch.cat([short, long])).all()
-    middle = ted([0, 1])
-    del middle["observation"]
-    with pytest.raises(KeyError, match="observation"):
-        pad_collate([short, middle, long])
-    again = split_trajectories(torch.cat([short, long]))
-    assert again["mask"].sum(1).tolist() == [3, 5]
 
 
 @pytest.mark.acceptance("F34")

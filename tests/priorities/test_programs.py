@@ -93,6 +93,7 @@ def programs(values: st.SearchStrategy[float]) -> Any:
     )
 
 
+@pytest.mark.acceptance("S11", "F7", "F19")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_sum_tree_is_a_list_of_weights(name: str, require_rebuilt: Callable[[Any], None]) -> None:
     """Nodes equal a rebuild bit for bit, sums the list's, and no slot of weight zero is found."""
@@ -125,6 +126,7 @@ def test_a_sum_tree_is_a_list_of_weights(name: str, require_rebuilt: Callable[[A
         check()
 
 
+@pytest.mark.acceptance("F22")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("tree_class", [MinSegmentTree, MaxSegmentTree])
 def test_an_extreme_tree_is_a_list_of_numbers(

@@ -70,6 +70,7 @@ def test_every_dtype_keeps_every_bit(dtype: torch.dtype) -> None:
     assert torch.equal(flat.view(torch.uint8), torch.cat([i["x"].view(torch.uint8) for i in items]))
 
 
+@pytest.mark.acceptance("S19")
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 7), min_size=1, max_size=6),
@@ -136,6 +137,7 @@ def _with(item: TensorDict, key: Any, value: Any) -> TensorDict:
     return item.clone().set(key, value)
 
 
+@pytest.mark.acceptance("F41")
 @pytest.mark.parametrize("layout", ["padded", "jagged"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_keys_of_all_items_are_compared(position: int, layout: str) -> None:

@@ -36,6 +36,7 @@ DTYPES = [torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, t
 DTYPES += [torch.bfloat16, torch.complex64]
 
 
+@pytest.mark.acceptance("F46")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("key", ["action", ("observation", "pixels"), ("next", "reward")])
 def test_cast_changes_dtype_of_named_key(

@@ -107,6 +107,7 @@ def episode_of(ends: list[bool], row: int) -> tuple[int, int]:
     return first, last
 
 
+@pytest.mark.acceptance("S14", "F16")
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 @pytest.mark.parametrize("scope", ["window", "step"])
 @given(
@@ -386,6 +387,7 @@ def test_invalid_arguments_are_refused(
     refuses(error, text, HindsightGoal, **arguments)
 
 
+@pytest.mark.acceptance("F17")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -220,6 +220,7 @@ def drawn_windows(buffer: ReplayBuffer, transform: Any, windows: list[list[int]]
     return own.sample(sum(map(len, windows)))
 
 
+@pytest.mark.acceptance("S37")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("gamma", [0.5, 0.99, 1.0, 0.0])
 @pytest.mark.parametrize("end", [TERMINATED, TRUNCATED, 0])
