@@ -10,6 +10,7 @@ import torch
 from replaykit import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
+    Ramp,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -67,6 +68,14 @@ def test_constructor_takes_either_buffers_or_parts() -> None:
         ({"prefetch": 2}, ValueError, "batch_size"),
         ({"shared": True}, ValueError, "member 0 is neither"),
         ({"storage": None}, TypeError, "storage"),
+        ({"ready": [1]}, ValueError, "2 minimums"),
+        ({"ready": [1, 0]}, ValueError, "member 1"),
+        ({"ready": [1, (1, "steps")]}, ValueError, "'episodes'"),
+        ({"ready": [1, 1], "sample_from_all": True}, RuntimeError, "ready="),
+        ({"ramp": 5}, TypeError, "a Ramp"),
+        ({"ramp": Ramp(2, [0.0])}, ValueError, "2 start weights"),
+        ({"ramp": Ramp(2), "p": [0.9, 0.2]}, ValueError, "sum 1"),
+        ({"ramp": Ramp(2), "p": [1.0]}, ValueError, "2 weights"),
     ],
 )
 def test_invalid_arguments_are_refused(
@@ -89,17 +98,10 @@ def test_parts_refuse_invalid_members_and_direct_writes() -> None:
         storages.clear,
     ):
         refuses(RuntimeError, r"ensemble|Ensemble", call)
-    for name in ("add", "extend", "empty"):
-        with pytest.raises(NotImplementedError, match=rf"ensemble\[i\]\.{name}"):
-            getattr(writers, name)(rows_of(0, 1))
-
-
-@pytest.mark.parametrize("name", ["add", "extend", "empty"])
-def test_writes_are_refused(name: str) -> None:
-    ensemble = make_ensemble([3, 3])
-    refuses(NotImplementedError, rf"ensemble\[i\]\.{name}", getattr(ensemble, name), rows_of(0, 1))
-    with pytest.raises(RuntimeError):
-        getattr(ensemble, name)(rows_of(0, 1))
+    for target in (writers, make_ensemble([3, 3])):
+        for name in ("add", "extend", "empty"):  # a NotImplementedError is a RuntimeError
+            words = rf"ensemble\[i\]\.{name}"
+            refuses(NotImplementedError, words, getattr(target, name), rows_of(0, 1))
 
 
 def test_columns_episodes_and_components_are_those_of_a_member() -> None:

@@ -133,16 +133,6 @@ def test_plain_data_loader_reads_an_ensemble() -> None:
     assert all(map(same, batches, ensemble.dataloader(steps=4, seed=2)))
 
 
-def test_nested_ensembles_are_loaded() -> None:
-    inner = make_ensemble([9, 9], seed=None)
-    outer = ReplayBufferEnsemble(make_member(5), inner, sample_from_all=True, batch_size=8)
-    here, there = (list(outer.dataloader(workers=n, steps=3)) for n in (0, 1))
-    assert all(map(same, here, there))
-    for batch in there:
-        index = batch["index", "index"]
-        assert (batch["id"][1] == 1000 * index[1, :, 0] + index[1, :, 1]).all()
-
-
 def test_writes_to_a_member_while_workers_read_raise_an_error() -> None:
     ensemble = make_ensemble([20, 20], batch_size=6)
     loader = iter(ensemble.dataloader(workers=1))

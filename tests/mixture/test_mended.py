@@ -71,13 +71,6 @@ def test_priorities_of_a_batch_in_another_shape_all_arrive() -> None:
         assert drawn == set(batch["index", "index"][part].tolist())
 
 
-def test_an_update_of_no_rows_is_accepted() -> None:
-    member = _buffer(20, sampler=PrioritizedSampler(alpha=1.0, beta=1.0))
-    ensemble = ReplayBufferEnsemble(member)
-    none = torch.empty(0, dtype=torch.int64)
-    ensemble.update_priority({"index": none, "buffer_ids": none}, torch.empty(0))
-
-
 def test_a_copy_knows_that_its_pass_has_ended() -> None:
     member = _buffer(4, sampler=SamplerWithoutReplacement(), batch_size=4)
     ensemble = ReplayBufferEnsemble(member, batch_size=4)

@@ -128,32 +128,31 @@ def test_an_error_names_the_missing_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("make", "error", "words"),
     [
-        ({"ready": [1]}, ValueError, "2 minimums"),
-        ({"ready": [1, 0]}, ValueError, "member 1"),
-        ({"ready": [1, (1, "steps")]}, ValueError, "'episodes'"),
-        ({"ramp": 5}, TypeError, "a Ramp"),
-        ({"ramp": Ramp(2, [0.0])}, ValueError, "2 start weights"),
-        ({"ramp": Ramp(2), "p": [0.9, 0.2]}, ValueError, "sum 1"),
-        ({"ramp": Ramp(2), "p": [1.0]}, ValueError, "2 weights"),
-        ({"ready": [1, 1], "sample_from_all": True}, RuntimeError, "ready="),
+        (lambda one, two: Ramp(0), ValueError, "epochs"),
+        (lambda one, two: Ramp(1.5), ValueError, "epochs"),  # type: ignore[arg-type]
+        (lambda one, two: Ramp(1, -0.1), ValueError, "start"),
+        (lambda one, two: ScheduledChoice(one, two), TypeError, "p"),
+        (lambda one, two: ScheduledChoice(one, two, 0.5, every=2), TypeError, "every"),
+        (lambda one, two: ScheduledChoice(one, two, 1.5), ValueError, "1.5"),
+        (lambda one, two: ScheduledChoice(one, two, every=0), ValueError, "every"),
+        (lambda one, two: JointBatch({}), ValueError, "different groups"),
+        (lambda one, two: JointBatch([("a", one), ("a", two)]), ValueError, "'a'"),
+        (lambda one, two: JointBatch({"batch_size": one}), ValueError, "batch_size"),
+        (lambda one, two: JointBatch({"a": 3}), TypeError, "'a'"),
+        (lambda one, two: JointBatch({"a": one}, every={"b": 2}), KeyError, "'b'"),
+        (lambda one, two: JointBatch({"a": one}, every={"a": 0}), ValueError, "'a'"),
     ],
 )
-def test_invalid_options_are_refused(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    refuses(error, words, make_ensemble, [4, 4], **options)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"epochs": 0}, {"epochs": 1.5}, {"epochs": 1, "start": -0.1}]
-)
-def test_invalid_ramps_are_refused(arguments: dict[str, Any]) -> None:
-    refuses(ValueError, r"epochs|start", Ramp, **arguments)
+def test_invalid_arguments_are_refused(make: Any, error: type[Exception], words: str) -> None:
+    refuses(error, words, make, make_member(0), make_member(1))
 
 
 def test_a_function_is_checked_when_it_is_evaluated() -> None:
+    choice = ScheduledChoice(make_member(0), make_member(1), lambda step: 1.0 + step, batch_size=2)
+    choice.sample()
+    refuses(ValueError, "for batch 1", choice.sample)
     mixture = make_ensemble([4, 4], p=lambda step: [1, 1] if step < 1 else [1], batch_size=2)
     mixture.sample()
     refuses(ValueError, "2 weights", mixture.sample)
@@ -229,26 +228,6 @@ def test_whole_batches_are_chosen_by_schedule() -> None:
     assert late < 3.3 * (ramp * (1 - ramp))[500:].sum().sqrt()
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({}, TypeError),
-        ({"p": 0.5, "every": 2}, TypeError),
-        ({"p": 1.5}, ValueError),
-        ({"every": 0}, ValueError),
-    ],
-)
-def test_invalid_schedules_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ScheduledChoice(make_member(0), make_member(1), **options)
-
-
-def test_a_probability_outside_the_range_is_refused_when_evaluated() -> None:
-    choice = ScheduledChoice(make_member(0), make_member(1), lambda step: 1.0 + step, batch_size=2)
-    choice.sample()
-    refuses(ValueError, "for batch 1", choice.sample)
-
-
 def joint(**arguments: Any) -> JointBatch:
     members = {name: make_member(n, 20, batch_size=6 - 4 * n) for n, name in enumerate("ab")}
     return JointBatch(members, **arguments)
@@ -281,24 +260,6 @@ def test_a_joint_batch_without_enough_data_draws_nothing() -> None:
     refuses(NotReady, "'b'", next, iter(batches))
     assert batches.step == 0
     assert str(before) == str(batches.members["a"].state_dict())
-
-
-@pytest.mark.parametrize(
-    ("members", "every", "error"),
-    [
-        ({}, {}, ValueError),
-        ([("a", make_member(0)), ("a", make_member(0))], {}, ValueError),
-        ({"batch_size": make_member(0)}, {}, ValueError),
-        ({"a": 3}, {}, TypeError),
-        ({"a": make_member(0)}, {"b": 2}, KeyError),
-        ({"a": make_member(0)}, {"a": 0}, ValueError),
-    ],
-)
-def test_invalid_joint_batches_are_refused(
-    members: Any, every: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        JointBatch(members, every=every)
 
 
 def test_spawned_workers_have_the_epoch_of_the_mixture(tmp_path: Any) -> None:

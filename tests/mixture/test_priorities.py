@@ -49,17 +49,19 @@ def test_random_priority_updates_equal_a_dictionary_model(data: st.DataObject) -
     ensemble = make_ensemble(sizes, samplers)
     model = {(m, r): 1.0 for m, size in enumerate(sizes) for r in range(size) if m != plain}
     for _ in range(3):
-        count = data.draw(st.sampled_from([1, 2, 4, 6]))
+        count = data.draw(st.sampled_from([0, 1, 2, 4, 6]))
         members = [data.draw(st.integers(0, len(sizes) - 1)) for _ in range(count)]
         rows = [data.draw(st.integers(0, sizes[member] - 1)) for member in members]
         values = [data.draw(st.floats(0, 100, width=32)) for _ in range(count)]
-        shape = data.draw(st.sampled_from([(count,), (count, 1), (1, count)]))
+        shapes = [(count,), (count, 1), (1, count)] if count else [(0,)]
+        shape = data.draw(st.sampled_from(shapes))
         index = {
-            "index": torch.tensor(rows).view(shape),
-            "buffer_ids": torch.tensor(members).view(shape),
+            "index": torch.tensor(rows, dtype=torch.int64).view(shape),
+            "buffer_ids": torch.tensor(members, dtype=torch.int64).view(shape),
         }
         if data.draw(st.booleans()):
-            silent = contextlib.nullcontext() if len(sizes) > 1 or plain else has_no_effect()
+            warns = len(sizes) == 1 and not plain
+            silent = has_no_effect() if warns else contextlib.nullcontext()
             with silent:
                 ensemble.update_priority(index, torch.tensor(values).view(shape))
         else:
@@ -75,42 +77,6 @@ def test_random_priority_updates_equal_a_dictionary_model(data: st.DataObject) -
         if member != plain:
             found = priorities(ensemble[member])
             assert found == [model[member, row] for row in range(size)]
-
-
-def test_update_with_a_sample_sets_priorities_of_its_rows() -> None:
-    ensemble = make_ensemble([6, 6, 6], [by_priority, RandomSampler, by_priority])
-    ensemble.sampler.p = [1, 1, 1]
-    batch = ensemble.sample(12)
-    batch["td_error"] = batch["id"].float() + 1
-    ensemble.update_tensordict_priority(batch)
-    for member in (0, 2):
-        drawn = set(batch["id"][batch["index", "buffer_ids"] == member].tolist())
-        expected = [
-            1000.0 * member + row + 1 if 1000 * member + row in drawn else 1.0 for row in range(6)
-        ]
-        assert priorities(ensemble[member]) == expected
-
-
-@pytest.mark.pitfall("RD6")
-def test_draws_follow_the_priorities_that_were_routed() -> None:
-    ensemble = make_ensemble([4, 4], [by_priority] * 2, num_buffer_sampled=100)
-    index = {
-        "index": torch.arange(4).repeat(2, 1),
-        "buffer_ids": torch.arange(2)[:, None].expand(2, 4),
-    }
-    wanted = torch.tensor([[1.0, 0, 0, 3], [0, 2, 2, 0]])
-    ensemble.update_priority(index, wanted)
-    found = torch.zeros(2, 4)
-    for _ in range(30):
-        batch = ensemble.sample(100)
-        found.index_put_(
-            (batch["index", "buffer_ids"], batch["index", "index"]),
-            torch.ones(100, 1),
-            accumulate=True,
-        )
-    assert (found[wanted == 0] == 0).all()
-    share = (wanted / wanted.sum(1, keepdim=True) * found.sum(1, keepdim=True))[wanted > 0]
-    assert float(((found[wanted > 0] - share) ** 2 / share).sum()) < 13.82
 
 
 def test_rows_that_were_written_since_are_left_alone() -> None:

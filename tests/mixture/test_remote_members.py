@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from replaykit import (
     ImmutableDatasetWriter,
     LazyTensorStorage,
-    LinearScheduler,
     PrioritizedSampler,
     RandomSampler,
     RateLimiter,
@@ -157,22 +156,6 @@ def test_batches_follow_from_the_generator(far: Any) -> None:
     ahead = ReplayBufferEnsemble(*members, batch_size=8, generator=seeded(), prefetch=2)
     assert all(same(batch, ahead.sample()) for batch in batches)
     ahead.shutdown()
-
-
-def test_schedule_changes_the_weights_of_remote_members(far: Any) -> None:
-    ensemble = ReplayBufferEnsemble(
-        make_member(0),
-        far(1),
-        p=[1.0, 0.0],
-        num_buffer_sampled=4,
-        counts="exact",
-        batch_size=8,
-        generator=seeded(),
-    )
-    schedule = LinearScheduler(ensemble, "p", [0.0, 1.0], num_steps=4)
-    for step in range(5):
-        assert ensemble.sample()["index", "buffer_ids"].sum() == 2 * step
-        schedule.step()
 
 
 @only_shards

@@ -32,9 +32,10 @@ from replaykit.errors import CheckpointError
 from tests.mixture.members import make_ensemble, make_member, rows_of, same
 from tests.support.refusals import refuses
 
+PASS = "without_replacement"
 SAMPLERS: dict[str, Any] = {
     "random": RandomSampler,
-    "without_replacement": SamplerWithoutReplacement,
+    PASS: SamplerWithoutReplacement,
     "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
     "slices": lambda: SliceSampler(slice_len=2),
     "slices_without_replacement": lambda: SliceSamplerWithoutReplacement(slice_len=2),
@@ -96,22 +97,6 @@ def test_pickled_ensemble_is_consistent_with_its_prefetched_draws() -> None:
     other.__setstate__(pickle.loads(pickle.dumps(state)))
     assert all(same(other.sample(), batch) for batch in expected)
     assert other.sampler[1] is other[1].sampler
-    for one in (ensemble, other):
-        one.shutdown()
-
-
-def test_pass_continues_from_its_saved_state(tmp_path: Path) -> None:
-    """Rows that were drawn ahead are delivered, none is lost or repeated."""
-    arguments: dict[str, Any] = {"sample_from_all": True, "batch_size": 6, "prefetch": 2}
-    ensemble = make_ensemble([12, 12], [SamplerWithoutReplacement] * 2, **arguments)
-    first = [ensemble.sample() for _ in range(2)]
-    ensemble.dumps(tmp_path)
-    other = empty_like("without_replacement", **arguments)
-    other.loads(tmp_path)
-    rest = [other.sample() for _ in range(2)]
-    ids = torch.cat([batch["id"] for batch in (*first, *rest)], 1)
-    assert ids[0].sort().values.tolist() == list(range(12))
-    assert ids[1].sort().values.tolist() == list(range(1000, 1012))
     for one in (ensemble, other):
         one.shutdown()
 
@@ -308,61 +293,40 @@ def test_a_failure_in_the_last_member_takes_the_others_back(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its storage has no memory; the others, and what samplers had, are as before."""
-    ensemble = make_ensemble([7, 9, 8], [SamplerWithoutReplacement] * 3)
-    ensemble.sample(6)
+
+    def made(sizes: list[int], seed: int) -> ReplayBufferEnsemble:
+        storages = (LazyMemmapStorage, ListStorage, LazyTensorStorage, LazyTensorStorage)
+        members = [ReplayBuffer(storage=kind(50), sampler=SAMPLERS[PASS]()) for kind in storages]
+        for number, (member, count) in enumerate(zip(members, sizes, strict=True)):
+            if count:
+                member.extend(rows_of(number, count))
+        generator = torch.Generator().manual_seed(seed)
+        return ReplayBufferEnsemble(*members, generator=generator)
+
+    ensemble = made([7, 9, 8, 9], 0)
+    ensemble.sample(8)
     ensemble.dumps(tmp_path)
-    target = make_ensemble([size, size, 5], [SamplerWithoutReplacement] * 3, seed=3)
+    target = made([size, size, size, 5], 3)
     if size:
-        target.sample(6)
+        target.sample(8)
     before = shown(target)
 
     def no_memory(*_: Any) -> None:
         raise MemoryError("none left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(target[2].storage, "load_content", no_memory)
+        patched.setattr(target[3].storage, "load_content", no_memory)
         refuses(MemoryError, "none left", target.loads, tmp_path)
-    assert unchanged(before, shown(target))
-    if not size:  # not even the layout of rows is known
-        target[0].extend(TensorDict({"other": torch.arange(3)}, [3]))
-        target[0].set_storage(LazyTensorStorage(50))
+    assert [len(member) for member in target.members] == [size, size, size, 5]
+    if size:
+        assert unchanged(before, shown(target))
+    else:  # not even the layout of rows is known
+        target[2].extend(TensorDict({"other": torch.arange(3)}, [3]))
+        target[2].set_storage(LazyTensorStorage(50))
     target.loads(tmp_path)
-    assert same(ensemble.sample(6), target.sample(6), generations=False)
-
-
-def test_failed_load_restores_members_in_files_and_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(size: int) -> ReplayBufferEnsemble:
-        members = [
-            ReplayBuffer(storage=LazyMemmapStorage(20)),
-            ReplayBuffer(storage=ListStorage(20)),
-            ReplayBuffer(storage=LazyTensorStorage(20)),
-        ]
-        for number, member in enumerate(members):
-            if size:
-                member.extend(rows_of(number, size))
-        return ReplayBufferEnsemble(*members, batch_size=6)
-
-    ensemble = made(9)
-    ensemble.dumps(tmp_path)
-    for size in (0, 4):
-        target = made(size)
-        rows = [member[:].clone() if size else None for member in target.members]
-
-        def no_memory(*_: Any) -> None:
-            raise MemoryError("none left")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(target[2].storage, "load_content", no_memory)
-            with pytest.raises(MemoryError):
-                target.loads(tmp_path)
-        assert [len(member) for member in target.members] == [size] * 3
-        for member, before in zip(target.members, rows, strict=True):
-            assert before is None or same(member[:], before)
-        target.loads(tmp_path)
-        for member, saved in zip(target.members, ensemble.members, strict=True):
-            assert same(member[:], saved[:])
+    for member, saved in zip(target.members, ensemble.members, strict=True):
+        assert same(member[:], saved[:])
+    assert same(ensemble.sample(8), target.sample(8), generations=False)
 
 
 def test_own_parts_that_refuse_take_everything_back(tmp_path: Path) -> None:
@@ -492,7 +456,7 @@ def test_failed_mapping_of_one_member_maps_no_member(
 # -- parts by themselves --------------------------------------------------------------------------
 
 
-def test_state_of_the_sampler_restores_weights_and_passes() -> None:
+def test_state_of_the_sampler_restores_weights_and_passes(tmp_path: Path) -> None:
     ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
     ensemble.sample(4)
     other = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 1])
@@ -501,15 +465,10 @@ def test_state_of_the_sampler_restores_weights_and_passes() -> None:
     ensemble.set_rng(torch.Generator().manual_seed(4))
     assert same(ensemble.sample(4), other.sample(4), generations=False)
     refuses(ValueError, "members", other.sampler.load_state_dict, {"0": {}})
-
-
-def test_sampler_ensemble_is_saved_and_loaded_alone(tmp_path: Path) -> None:
-    ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2, p=[1, 3])
-    ensemble.sample(4)
     ensemble.sampler.dumps(tmp_path)
-    other = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2)
-    other.sampler.loads(tmp_path)
-    assert other.sampler.p.tolist() == [0.25, 0.75]
+    third = make_ensemble([7, 9], [SamplerWithoutReplacement] * 2)
+    third.sampler.loads(tmp_path)
+    assert third.sampler.p.tolist() == [0.25, 0.75]
 
 
 def test_set_rng_returns_prefetched_draws_to_the_pass() -> None:

@@ -27,19 +27,13 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_weights_are_relative() -> None:
-    weights = checked_weights([1, 3], 2)
-    assert isinstance(weights, torch.Tensor)
-    assert weights.dtype == torch.float64
-    assert weights.tolist() == [0.25, 0.75]
+    largest = torch.finfo(torch.float64).max
+    for p, expected in (([1, 3], [0.25, 0.75]), ([largest, largest], [0.5, 0.5])):
+        weights = checked_weights(p, 2)
+        assert isinstance(weights, torch.Tensor)
+        assert (weights.dtype, weights.tolist()) == (torch.float64, expected)
     assert checked_weights(None, 2) is None
     assert checked_weights("size", 2) == "size"
-
-
-def test_largest_float_weights_are_normalized() -> None:
-    largest = torch.finfo(torch.float64).max
-    weights = checked_weights([largest, largest], 2)
-    assert isinstance(weights, torch.Tensor)
-    assert weights.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
