@@ -23,6 +23,7 @@ from replaykit import SliceSampler
 from replaykit.adapters import RecordReplay, open_recording, record, recording_folder
 from replaykit.errors import CheckpointError, SchemaError
 from tests.prepared import python
+from tests.support.refusals import refuses
 
 
 class Counting(gymnasium.Env[Any, Any]):
@@ -564,11 +565,16 @@ def test_an_action_that_does_not_fit_reaches_no_environment(tmp_path):
     env.close()
 
 
-def test_missing_gymnasium_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "replaykit.adapters.recording")
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match=r"pip install 'replaykit\[gymnasium\]'"):
-        importlib.import_module("replaykit.adapters.recording")
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("recording", "gymnasium", "gymnasium"), ("sb3", "stable_baselines3.her", "sb3")],
+)
+def test_missing_packages_are_named(module, package, extra, monkeypatch):
+    name = f"replaykit.adapters.{module}"
+    importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    refuses(ImportError, rf"pip install 'replaykit\[{extra}\]'", importlib.import_module, name)
 
 
 # -- kills ----------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from replaykit import LinearScheduler, NStep
 from replaykit.adapters import SB3HerReplayBuffer, SB3ReplayBuffer
 from replaykit.adapters.sb3 import PrioritizedSamples
 from tests.prepared import python
+from tests.support.refusals import refuses
 
 Array = np.ndarray[Any, Any]
 Step = tuple[Any, Any, Array, Array, Array, list[dict[str, Any]]]
@@ -277,32 +276,22 @@ TRAININGS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize(("envs", "n_steps"), [(1, 1), (3, 1), (2, 3)])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_equals_to_the_bit(name: str, envs: int) -> None:
-    kind, env, steps, options = TRAININGS[name]
-    options = {**options, "buffer_size": 250}
-    expected = trained(kind, env, envs, steps, **options)
-    found = trained(kind, env, envs, steps, **options, replay_buffer_class=SB3ReplayBuffer)
-    assert type(expected[0].replay_buffer) is ReplayBuffer
-    assert found[0].replay_buffer.full
-    assert_same_training(found, expected)
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("name", TRAININGS)
-def test_n_step_training_equals_to_the_bit(name: str) -> None:
+def test_training_equals_to_the_bit(name: str, envs: int, n_steps: int) -> None:
     kind, env, steps, options = TRAININGS[name]
     options = {**options, "buffer_size": 250, "gamma": 0.95}
-    expected = trained(kind, env, 2, steps, **options, n_steps=3)
-    kwargs = {"n_steps": 3, "gamma": 0.95, "dedup_next": True}
+    kwargs = {"n_steps": n_steps, "gamma": 0.95, "dedup_next": True} if n_steps > 1 else {}
+    expected = trained(kind, env, envs, steps, **options, n_steps=n_steps)
     found = trained(
-        *(kind, env, 2, steps),
+        *(kind, env, envs, steps),
         **options,
         replay_buffer_class=SB3ReplayBuffer,
         replay_buffer_kwargs=kwargs,
     )
-    assert type(expected[0].replay_buffer) is NStepReplayBuffer
+    peer = NStepReplayBuffer if n_steps > 1 else ReplayBuffer
+    assert type(expected[0].replay_buffer) is peer
+    assert found[0].replay_buffer.full
     assert_same_training(found, expected)
 
 
@@ -397,35 +386,6 @@ def test_hindsight_equals_to_the_bit(envs: int, strategy: str, normal: bool) -> 
     for seed in range(4):
         pair = both(found.replay_buffer, expected.replay_buffer, 41, seed, env)
         assert_equal(*pair)
-
-
-def test_goals_come_from_later_rows_of_the_same_episode() -> None:
-    buffer = hindsight(SB3HerReplayBuffer, 2, 100).replay_buffer
-    later = {}
-    for episode in buffer.rb.episodes:
-        rows = episode.rows()
-        goals = rows["next", "observation", "achieved_goal"]
-        for step, at in enumerate(rows["observation", "observation"]):
-            key = tuple(rows["next", "observation", "observation"][step].tolist())
-            later[(tuple(at.tolist()), key)] = (
-                goals[step:],
-                rows["observation", "desired_goal"][step],
-            )
-    batch = buffer.sample(500)
-    fresh = int(0.8 * 500)
-    for row in range(500):
-        at = tuple(batch.observations["observation"][row].tolist())
-        after = tuple(batch.next_observations["observation"][row].tolist())
-        goals, own = later[(at, after)]
-        goal = batch.observations["desired_goal"][row]
-        assert torch.equal(batch.next_observations["desired_goal"][row], goal)
-        if row < 500 - fresh:
-            assert torch.equal(goal, own)
-        else:
-            assert (goals == goal).all(1).any()
-    achieved = batch.next_observations["achieved_goal"]
-    apart = (achieved - batch.observations["desired_goal"]).norm(dim=1)
-    assert torch.equal(batch.rewards.squeeze(1), -(apart > 0.6).float())
 
 
 def test_hindsight_draws_only_ended_episodes() -> None:
@@ -527,10 +487,9 @@ def frames(envs: int, count: int, episode: int) -> Iterator[Step]:
             stack[:, 3:] = frame()
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_n_step_stacks_equal(steps: int) -> None:
+def test_n_step_stacks_equal() -> None:
     space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    options: Any = {"device": "cpu", "n_envs": 2, "n_steps": steps, "gamma": 0.99}
+    options: Any = {"device": "cpu", "n_envs": 2, "n_steps": 3, "gamma": 0.99}
     expected = NStepReplayBuffer(24, space, spaces.Discrete(2), **options)
     found = SB3ReplayBuffer(
         24, space, spaces.Discrete(2), **options, frame_stack=4, dedup_next=True
@@ -538,10 +497,7 @@ def test_n_step_stacks_equal(steps: int) -> None:
     for number, step in enumerate(frames(2, 30, 7)):
         expected.add(*step)
         found.add(*step)
-        one, other = both(found, expected, 16, number)
-        if steps == 1:
-            other = other._replace(discounts=None)
-        assert_equal(one, other)
+        assert_equal(*both(found, expected, 16, number))
         if number % 5 == 4:  # a copy continues the open episodes
             found = pickle.loads(pickle.dumps(found))
 
@@ -578,8 +534,6 @@ def test_observations_that_are_no_stacks_are_refused() -> None:
     with pytest.raises(ValueError, match="zeros before the first frame of an episode"):
         buffer.add(obs, after, *rest)
     assert buffer.size() == 0
-    with pytest.raises(ValueError, match="frame_stack=3: expected an array whose first axis"):
-        SB3ReplayBuffer(24, space, spaces.Discrete(2), frame_stack=3)
 
 
 # -- priorities -----------------------------------------------------------------------------------
@@ -665,13 +619,6 @@ def test_rows_are_drawn_by_priority() -> None:
         buffer.add(*step)
     buffer.update_priority(batch, torch.zeros(2000, 1))
     assert set((buffer.sample(200).indices).tolist()) == {0, 1, 2, 3}
-
-
-def test_priorities_need_a_prioritized_buffer() -> None:
-    buffer = SB3ReplayBuffer(8, OBSERVATIONS["vector"], BOX, device="cpu")
-    batch: Any = None
-    with pytest.raises(RuntimeError, match=r"replay_buffer_kwargs={'prioritized': True}"):
-        buffer.update_priority(batch, torch.zeros(3))
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -820,6 +767,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
         ({"optimize_memory_usage": True}, "replay_buffer_kwargs={'dedup_next': True}"),
         ({"n_steps": 0}, "expected n_steps as an int of at least 1, got 0"),
         ({"frame_stack": 1.5}, "expected frame_stack as an int of at least 1, got 1.5"),
+        ({"frame_stack": 3}, "frame_stack=3: expected an array whose first axis"),
         ({"gamma": 1.5}, r"gamma: expected a discount in \[0, 1\], got 1.5"),
         ({"n_steps": 3}, "gamma: expected the discount of the algorithm with n_steps=3, got None"),
         ({"alpha": 0.6}, "alpha: expected None without prioritized=True, got 0.6"),
@@ -828,8 +776,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
     ],
 )
 def test_wrong_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SB3ReplayBuffer(8, OBSERVATIONS["vector"], BOX, device="cpu", **kwargs)
+    refuses(ValueError, message, SB3ReplayBuffer, 8, OBSERVATIONS["vector"], BOX, **kwargs)
 
 
 def test_prioritized_exponents_have_defaults() -> None:
@@ -840,50 +787,25 @@ def test_prioritized_exponents_have_defaults() -> None:
     assert (sampler.alpha, sampler.beta) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_hindsight_arguments_are_checked() -> None:
+    env: Any = DummyVecEnv([Point])
+    given = (8, env.observation_space, env.action_space, env)
+    for kwargs, message in (
         ({"goal_selection_strategy": "past"}, r"expected one of \['episode', 'final', 'future'\]"),
         ({"copy_info_dict": True, "recover": True, "storage": "x"}, "expected recover=False"),
-    ],
-)
-def test_hindsight_arguments_are_checked(kwargs: dict[str, Any], message: str) -> None:
-    env: Any = DummyVecEnv([Point])
-    with pytest.raises(ValueError, match=message):
-        SB3HerReplayBuffer(8, env.observation_space, env.action_space, env, **kwargs)
+    ):
+        refuses(ValueError, message, SB3HerReplayBuffer, *given, **kwargs)
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_calls_are_refused() -> None:
     buffer = SB3ReplayBuffer(8, OBSERVATIONS["vector"], BOX, device="cpu", n_envs=2)
     step: list[Any] = list(next(rollout(OBSERVATIONS["vector"], BOX, 2, 1, 0)))
     for number, name in enumerate(("obs", "next_obs", "action", "reward")):
         wrong = list(step)
         wrong[number] = np.zeros((2, 9))
-        with pytest.raises(ValueError, match=rf"{name}: expected the shape .*got \(2, 9\)"):
-            buffer.add(*wrong)
+        words = rf"{name}: expected the shape .*got \(2, 9\)"
+        refuses(ValueError, words, buffer.add, *wrong)
     assert buffer.size() == 0
-    with pytest.raises(RuntimeError, match="got an empty buffer"):
-        buffer.sample(3)
-
-
-def _run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    return done.stdout
-
-
-def test_the_package_is_imported_at_first_use_and_named_if_it_is_missing() -> None:
-    found = _run(
-        """
-        import sys
-        import replaykit.adapters
-        assert "stable_baselines3" not in sys.modules
-        sys.modules["stable_baselines3"] = None
-        try:
-            replaykit.adapters.SB3ReplayBuffer
-        except ImportError as error:
-            print(error)
-        """
-    )
-    assert "pip install 'replaykit[sb3]'" in found
+    refuses(RuntimeError, "got an empty buffer", buffer.sample, 3)
+    words = r"replay_buffer_kwargs={'prioritized': True}"
+    refuses(RuntimeError, words, buffer.update_priority, None, torch.zeros(3))

@@ -19,6 +19,17 @@ from torchrl.envs import (
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
+import replaykit
+
+
+def check_stored(buffer: Any, batch: Any) -> None:
+    """Check that the errors of rows that occur once in a batch are their priorities."""
+    _, place, count = batch["index"].unique(return_inverse=True, return_counts=True)
+    once = count[place] == 1
+    assert once.any()
+    stored = buffer.sampler.state_dict()["_priorities"][batch["index"][once]]
+    torch.testing.assert_close(stored, batch["td_error"][once].reshape(-1).to(stored.dtype))
+
 
 def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
@@ -71,6 +82,8 @@ def run(rl: Any) -> dict[str, list[float]]:
             optimizer.step()
             update_target.step()
             buffer.update_tensordict_priority(batch)
+            if rl is replaykit:
+                check_stored(buffer, batch)
             annealing.step()
             losses.append(loss.item())
             spread.append(batch["priority_weight"].std().item())
