@@ -126,30 +126,6 @@ def _weights(rb: Any) -> Any:
     return zip(info["index"], info["priority_weight"], strict=True)
 
 
-def test_a_write_finds_its_shard_again(sharded: Any, tmp_path: Any) -> None:
-    """A part whose shard dies is written to its successor, under a key or not; and once, where
-    the shard had saved it before it died."""
-    rb = sharded(
-        2, checkpoint_dir=tmp_path, checkpoint_interval=0, on_loss=lambda loss: None, timeout=60
-    )
-    rb.extend(numbered(0, 4))
-    shard = rb._members.shards[1]
-    send = shard.call
-
-    def dies_after_writing(verb: str, *args: Any) -> Any:
-        if verb == "extend":
-            send(verb, *args)
-            shard.kill()
-        return send(verb, *args)
-
-    shard.call = dies_after_writing
-    index = rb.extend(numbered(4, 4))
-    assert index.tolist() == [4, 5, 6, 7]
-    assert sorted(rb[:]["x"].tolist()) == list(range(8))
-    assert rb[index]["x"].tolist() == [4, 5, 6, 7]
-    assert rb.stats()["rows_lost"] == 0
-
-
 def test_calls_to_a_shard_that_does_not_return_time_out(sharded: Any) -> None:
     rb = sharded(2, timeout=0.1, shard_key="x")
     rb.extend(numbered(0, 40))

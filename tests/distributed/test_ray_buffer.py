@@ -7,7 +7,6 @@ import contextlib
 import gc
 import inspect
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import replaykit
 from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -291,9 +289,6 @@ def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyP
     assert ray_buffer._ready(actor, asked) == "asked"
 
 
-ROOT = Path(replaykit.__file__).parents[1]
-
-
 @pytest.mark.pitfall("TH11")
 def test_plain_actor_matches_local_buffer(ray_cluster: Any, tmp_path: Path) -> None:
     """TH11, TH12: same calls, same results, errors of the same type."""
@@ -328,17 +323,6 @@ def test_without_ray_the_extra_is_named(monkeypatch: Any):
     monkeypatch.setitem(sys.modules, "ray", None)
     refuses(RuntimeError, r"pip install 'replaykit\[ray\]'", ReplayBuffer.as_remote)
     refuses(RuntimeError, "ray", TensorDictReplayBuffer.as_remote, {"num_cpus": 1})
-
-
-@pytest.mark.pitfall("TH10")
-def test_importing_the_package_does_not_import_ray():
-    """TH10, G7: also the part about remote buffers waits until it is used."""
-    program = (
-        "import sys, replaykit, replaykit.remote; replaykit.DEFAULT_REMOTE_CLASS_CONFIG; "
-        "sys.exit('ray' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
-    assert done.returncode == 0
 
 
 def messages(handle: RayReplayBufferClient, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

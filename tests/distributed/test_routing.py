@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
-from replaykit.distributed.protocol import GlobalIndex
 from replaykit.distributed.shard_config import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
-from tests.distributed.laws import episodes
 
 
 def test_the_hash_of_a_key_is_the_same_everywhere() -> None:
@@ -28,23 +26,6 @@ def test_the_hash_of_a_key_is_the_same_everywhere() -> None:
         3203168211198807973,
         9817491932198370423,
     ]
-
-
-@given(st.integers(1, 9), st.lists(st.integers(-1, 10**12), min_size=1))
-def test_global_index_encodes_shard_and_slot(shards: int, slots: list[int]) -> None:
-    names, given_slots = GlobalIndex(shards), torch.tensor(slots)
-    for shard in range(shards):
-        index = names.join(shard, given_slots)
-        assert names.slots(index).tolist() == slots
-        assert names.shards(index).tolist() == [shard if slot >= 0 else -1 for slot in slots]
-
-
-@given(st.integers(0, 10**6), st.integers(0, 1000))
-def test_generations_of_other_incarnations_are_no_generations(count: int, lives: int) -> None:
-    plain = torch.tensor([count, -1])
-    told = GlobalIndex.stamped(plain, lives)
-    assert GlobalIndex.unstamped(told, lives).tolist() == [count, -1]
-    assert GlobalIndex.unstamped(told, lives + 1).tolist() == [-1, -1]
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 40), max_size=8), st.data())
@@ -195,26 +176,6 @@ def test_rows_keep_priorities_given_with_them(sharded: Any) -> None:
     with pytest.raises(ValueError, match="td_error"):
         rb.extend(rows)
     assert len(rb) == 4
-
-
-def test_episodes_stay_whole(sharded: Any) -> None:
-    """However they come: whole, in pieces, several clients in turn."""
-    rb = sharded(3, shard_key="episode")
-    rows = episodes([5] * 12)
-    other = rb.client()
-    for first in range(0, 60, 4):
-        (rb if first % 8 else other).extend(rows[first : first + 4])
-    stored = rb[:]
-    index = torch.cat([rb._names.join(s, torch.arange(n)) for s, n in enumerate(_sizes(rb))])
-    shard = rb._names.shards(index.sort().values)
-    for episode in range(12):
-        assert len(shard[stored["episode"] == episode].unique()) == 1
-    assert sum(_sizes(rb)) == 60
-
-
-def _sizes(rb: Any) -> list[int]:
-    found: list[int] = rb.stats()["shards"]
-    return found
 
 
 def test_closed_buffer_refuses_calls(sharded: Any) -> None:

@@ -391,7 +391,8 @@ def test_rate_limiter_continues_after_lost_rows(sharded: Any) -> None:
 
 
 def test_partly_lost_write_counts_only_stored_rows(sharded: Any, tmp_path: Path) -> None:
-    """Its answer is lost with the shard, whose successor has its rows."""
+    """Its answer is lost with the shard, whose successor has its rows: they are not written twice,
+    under a key or not."""
     rb = sharded(
         2,
         rate_limiter=RateLimiter.queue(50),
@@ -411,8 +412,11 @@ def test_partly_lost_write_counts_only_stored_rows(sharded: Any, tmp_path: Path)
         return reply
 
     shard.call = dies
-    rb.extend(numbers(4, 4))
+    index = rb.extend(numbers(4, 4))
+    assert index.tolist() == [4, 5, 6, 7]
     assert sorted(rb[:]["number"].tolist()) == list(range(8))
+    assert rb[index]["number"].tolist() == [4, 5, 6, 7]
+    assert rb.stats()["rows_lost"] == 0
     assert counts(rb) == (8, 0)
 
 

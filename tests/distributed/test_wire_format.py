@@ -35,9 +35,11 @@ class Record:
 
 
 def check(found: Any, given: Any) -> None:
+    """Compare values; received tensors are aligned and writable."""
     assert type(found) is type(given)
     if isinstance(given, torch.Tensor):
         assert found.dtype is given.dtype
+        assert found.data_ptr() % max(found.itemsize, 1) == 0
         assert found.shape == given.shape
         assert torch.equal(found, given.detach())
     elif isinstance(given, TensorDict):
@@ -57,6 +59,7 @@ def check(found: Any, given: Any) -> None:
         assert found == given
 
 
+ONE = torch.from_numpy(np.arange(1000))
 VALUES = {
     "nothing": None,
     "numbers": (1, 2.5, True, "text", 2**70),
@@ -77,6 +80,13 @@ VALUES = {
     "large": torch.arange(100_000),
     "a dict": {"index": torch.arange(4), ("next", "x"): torch.zeros(2), "n": 1},
     "a list": [torch.arange(4), TensorDict({"x": torch.ones(2)}, [2]), "text"],
+    "every size": [
+        torch.arange(count).to(dtype)
+        for dtype in (torch.uint8, torch.int16, torch.float64, torch.complex128)
+        for count in (1, 3, 8)
+    ],
+    "one address": TensorDict({f"{n}": ONE[None, :n] for n in (10, 1000)}, [1]),
+    "one address, turned": TensorDict({f"{n}": ONE[None, :n] for n in (1000, 10)}, [1]),
     "rows and info": (make_rows(0, 5), {"index": torch.arange(5)}),
 }
 
@@ -88,6 +98,10 @@ def test_packed_values_survive_a_round_trip(name: str) -> None:
     sealed = seal(pack(VALUES[name]))
     assert (type(sealed) is bytes) is (name not in ("nothing", "large", "each second"))
     check(unpack(sealed), VALUES[name])
+    for found in (travelled(VALUES[name]), unpack(sealed)):
+        for leaf in torch.utils._pytree.tree_leaves(found):
+            if isinstance(leaf, torch.Tensor):
+                leaf.detach().zero_()  # G3: also where Ray's memory is read-only
 
 
 def test_other_containers_keep_their_kind() -> None:
@@ -138,14 +152,6 @@ def test_batch_is_sent_without_a_further_copy() -> None:
         assert any(low <= leaf.data_ptr() < high for low, high in ranges)
 
 
-def test_two_memories_that_begin_at_one_address_are_one() -> None:
-    """Arrays of NumPy over one another, the shorter first and last."""
-    array = np.arange(1000)
-    for parts in ((10, 1000), (1000, 10)):
-        given = TensorDict({f"{n}": torch.from_numpy(array[:n])[None] for n in parts}, [1])
-        check(travelled(given), given)
-
-
 def test_tensors_of_equal_shape_keep_their_separate_memory() -> None:
     """Shapes, strides and offsets are the same; whose memory it is, and where, is not."""
     for turn in range(3):
@@ -165,17 +171,6 @@ def test_few_rows_of_much_memory_travel_alone() -> None:
     assert unpack(sent(message)[0])["y"].tolist() == [10, 11, 12]
 
 
-def test_received_values_are_writable() -> None:
-    """G3, also where Ray says that its memory is not to be written."""
-    found = travelled(make_rows(0, 10))
-    found["observation"].zero_()
-    found["id"] += 1
-    assert found["id"].tolist() == list(range(1, 11))
-    parameter = torch.nn.Parameter(torch.ones(3))
-    (found["observation"] * parameter).sum().backward()
-    assert parameter.grad is not None
-
-
 def test_owned_values_do_not_share_memory_with_the_message() -> None:
     received, memory = sent(pack(torch.arange(100_000)))
     kept, mapped = unpack(received, own=True), unpack(received)
@@ -188,19 +183,6 @@ def test_owned_values_do_not_share_memory_with_the_message() -> None:
 def test_unpicklable_value_is_refused() -> None:
     with pytest.raises((TypeError, pickle.PicklingError)):
         pack(threading.Lock())
-
-
-def test_values_of_every_size_begin_where_they_may_be_read() -> None:
-    given = {
-        str(dtype): torch.arange(count).to(dtype)
-        for dtype in (torch.uint8, torch.int16, torch.float64, torch.complex128)
-        for count in (1, 3, 8)
-    }
-    for values in (given, TensorDict({name: x[None] for name, x in given.items()}, [1])):
-        found = unpack(seal(pack(values)))
-        for name, value in found.items():
-            assert value.data_ptr() % value.itemsize == 0
-            assert torch.equal(value, values[name])
 
 
 def test_a_batch_may_be_changed_and_the_bytes_stay() -> None:
