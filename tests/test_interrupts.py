@@ -252,18 +252,15 @@ def injected(kind: str, name: str, folder: Path, *, bytecodes: bool, most: int) 
     return hits
 
 
+@pytest.mark.parametrize("bytecodes", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_interrupts_at_calls_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
-    hits = injected(kind, name, tmp_path, bytecodes=False, most=effort.cases(5))
+def test_interrupts_at_steps_leave_whole_changes(
+    kind: str, name: str, bytecodes: bool, tmp_path: Path
+) -> None:
+    most = 300 if bytecodes else effort.cases(5)
+    hits = injected(kind, name, tmp_path, bytecodes=bytecodes, most=most)
     assert hits or name in ("cut", "set a column", "update_if_present", "update_priority")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_interrupts_at_bytecodes_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
-    injected(kind, name, tmp_path, bytecodes=True, most=300)
 
 
 # -- at any time ----------------------------------------------------------------------------------
@@ -319,37 +316,16 @@ SHAKEN = [
 ]
 
 
+@pytest.mark.timeout(1800)  # a long run sends 10,000 interrupts to each call
 @pytest.mark.parametrize(("kind", "name"), SHAKEN)
 def test_interrupts_at_any_time_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
-    assert shaken(kind, name, tmp_path, 12) == 12
+    kinds = sum(other == name for _, other in SHAKEN)
+    least = 12 if effort.short else 10_000 // kinds + 1
+    assert shaken(kind, name, tmp_path, least) >= least
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("kind", "name"), SHAKEN)
-def test_thousands_of_interrupts_leave_whole_changes(kind: str, name: str, tmp_path: Path) -> None:
-    shaken(kind, name, tmp_path, 10_000 // sum(other == name for _, other in SHAKEN) + 1)
-
-
-DRAWN = [
-    "tensor",
-    "list",
-    "pass",
-    "prioritized",
-    "slices",
-    "prefetched",
-    "prefetched list",
-    "shared",
-]
-
-
-def drawn_under_interrupts(kind: str, folder: Path, interrupts: int) -> int:
-    """Batches come in their order whatever ends the calls; how many calls were ended."""
-    rb, twin = prepared(KINDS[kind], folder / "one"), prepared(KINDS[kind], folder / "twin")
-    lost = check_order(rb, twin, interrupts)
-    check_is_free(rb)
-    assert lost <= 3 + interrupts // 4  # the last microsecond of a call
-    return interrupts
+DRAWN = ["tensor", "list", "pass", "prioritized", "slices", "shared"]
+DRAWN += ["prefetched", "prefetched list"]
 
 
 def check_order(rb: Any, twin: Any, interrupts: int) -> int:
@@ -378,16 +354,14 @@ def check_order(rb: Any, twin: Any, interrupts: int) -> int:
     return min(possible) - delivered
 
 
+@pytest.mark.timeout(1800)  # a long run sends 10,000 interrupts
 @pytest.mark.parametrize("kind", DRAWN)
 def test_batches_come_in_order_after_interrupts(kind: str, tmp_path: Path) -> None:
-    assert drawn_under_interrupts(kind, tmp_path, 60) == 60
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", DRAWN)
-def test_batches_come_in_order_after_thousands_of_interrupts(kind: str, tmp_path: Path) -> None:
-    drawn_under_interrupts(kind, tmp_path, 10_000 // len(DRAWN))
+    make, count = KINDS[kind], 60 if effort.short else 10_000 // len(DRAWN)
+    rb, twin = prepared(make, tmp_path / "one"), prepared(make, tmp_path / "twin")
+    lost = check_order(rb, twin, count)
+    check_is_free(rb)
+    assert lost <= 3 + count // 4  # the last microsecond of a call
 
 
 # -- several buffers ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,24 +51,51 @@ def test_help_lists_commands_and_exit_codes(command):
     assert command("--version").out == f"replaykit {replaykit.__version__}\n"
 
 
+CONVERT = ["convert", "{demos}", "--to", "{data}"]
+BY_KEYS = [*CONVERT, "--layout", "robomimic"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "code", "says"),
     [
-        (["bogus"], "No such command 'bogus'; replaykit --help"),
-        (["inspect"], "Missing argument"),
-        (["inspect", "a", "--bogus"], "No such option"),
-        (["convert", "a.h5"], "Missing option '--to'"),
+        (["bogus"], 2, "No such command 'bogus'; replaykit --help"),
+        (["inspect"], 2, "Missing argument"),
+        (["inspect", "a", "--bogus"], 2, "No such option"),
+        (["convert", "a.h5"], 2, "Missing option '--to'"),
+        ([*CONVERT, "--on-invalid", "maybe"], 2, "'maybe' is not one of"),
+        ([*CONVERT, "--workers", "0"], 2, "'--workers'"),
+        ([*CONVERT, "--cast", "float64"], 3, "--cast as float64=float32, got 'float64'"),
+        ([*CONVERT, "--layout", "atari"], 3, "expected a layout as one of ['aloha'"),
+        ([*CONVERT, "--layout", "aloha"], 3, "no episode of the layout 'aloha'"),
+        ([*CONVERT, "--exclude", "next/done"], 3, "expected exclude without flags"),
+        ([*CONVERT, "--layout", "no_such_module:ARM"], 6, "No module named 'no_such_module'"),
+        ([*BY_KEYS, "--include", "acton"], 3, "'acton' matches nothing .* (meant: 'action'?)"),
+        ([*BY_KEYS, "--exclude", "next/info"], 3, "exclude: 'next/info' matches nothing in the"),
+        ([*BY_KEYS, "--cast", "float16=float32"], 3, "expected it among the dtypes float64"),
+        (["convert", "{other}", "--to", "{data}"], 3, "no layout fits .* give one with --layout"),
+        (["convert", "{absent}", "--to", "{data}", "--layout", "d4rl"], 4, "absent.h5"),
+        (["convert", "{absent}", "--to", "{data}"], 4, "absent.h5"),
+        (["convert", "{empty}", "--to", "{data}"], 4, "empty"),
     ],
 )
-def test_wrong_usage_is_code_2(command, arguments, says):
+def test_errors_are_a_sentence_and_a_code(command, demos, tmp_path, arguments, code, says):
+    names = {name: tmp_path / name for name in ("data", "empty", "other", "absent.h5")}
+    names["empty"].mkdir()
+    with h5py.File(names["other"], "w") as file:
+        file["a"] = np.arange(3)
+    paths = {name.split(".")[0]: path for name, path in names.items()}
+    arguments = [text.format(demos=demos, **paths) for text in arguments]
+    pattern = re.escape(says).replace(r"\ \.\*\ ", ".* ")
     done = command(*arguments)
-    assert (done.code, done.out) == (2, "")
-    assert says in done.err
-    assert done.err.count("\n") == 1
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
+    assert done.err.startswith("replaykit: ")
+    assert re.search(pattern, done.err)
+    assert not names["data"].exists()
     found = command(*arguments, "--json")
-    assert (found.code, found.err) == (2, "")
-    assert found.json["error"]["kind"] == "UsageError"
-    assert says in found.json["error"]["message"]
+    assert (found.code, found.err) == (code, "")
+    error = found.json["error"]
+    assert (error["exit_code"], error["kind"] == "UsageError") == (code, code == 2)
+    assert re.search(pattern, error["message"])
 
 
 def test_no_command_shows_the_help(command):

@@ -255,67 +255,6 @@ def test_convert_overwrites_a_data_set_only_with_force(command, demos, write_dem
     assert len(replaykit.datasets.open(target)) == 9
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--cast", "float64"], 3, "expected --cast as float64=float32, got 'float64'"),
-        (["--layout", "atari"], 3, "expected a layout as one of ['aloha'"),
-        (["--layout", "aloha"], 3, "no episode of the layout 'aloha'"),
-        (["--on-invalid", "maybe"], 2, "'maybe' is not one of"),
-        (["--workers", "0"], 2, "'--workers'"),
-        (["--exclude", "next/done"], 3, "expected exclude without flags"),
-        (["--layout", "no_such_module:ARM"], 6, "No module named 'no_such_module'"),
-    ],
-)
-def test_errors_are_a_sentence_and_a_code(command, demos, tmp_path, arguments, code, says):
-    done = command("convert", demos, "--to", tmp_path / "data", *arguments)
-    assert (done.code, done.out) == (code, "")
-    assert done.err.startswith("replaykit: ")
-    assert done.err.count("\n") == 1
-    assert says in done.err
-    assert not (tmp_path / "data").exists()
-    as_json = command("convert", demos, "--to", tmp_path / "data", *arguments, "--json")
-    assert (as_json.code, as_json.err) == (code, "")
-    assert as_json.json["error"]["exit_code"] == code
-    assert says in as_json.json["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["--include", "acton"],
-            "include: 'acton' matches nothing in the files (meant: 'action'?)",
-        ),
-        (["--exclude", "next/info"], "exclude: 'next/info' matches nothing in the files"),
-        (["--cast", "float16=float32"], "expected it among the dtypes float64"),
-    ],
-)
-def test_absent_keys_are_refused(command, demos, tmp_path, arguments, says):
-    arguments = ["--layout", "robomimic", *arguments]
-    done = command("convert", demos, "--to", tmp_path / "data", *arguments)
-    assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
-    assert done.err.startswith("replaykit: ")
-    assert says in done.err
-    assert not (tmp_path / "data").exists()
-
-
-def test_files_without_a_layout_and_absent_files_are_named(command, tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["a"] = np.arange(3)
-    done = command("convert", tmp_path / "x.h5", "--to", tmp_path / "data")
-    assert done.code == 3
-    assert "no layout fits" in done.err
-    assert "give one with --layout" in done.err
-    done = command("convert", tmp_path / "absent.h5", "--layout", "d4rl", "--to", tmp_path / "data")
-    assert done.code == 4
-    assert "absent.h5" in done.err
-    done = command("convert", tmp_path / "absent.h5", "--to", tmp_path / "data")
-    assert done.code == 4
-    (tmp_path / "empty").mkdir()
-    assert command("convert", tmp_path / "empty", "--to", tmp_path / "data").code == 4
-
-
 # -- inspect and validate ------------------------------------------------------------------------
 
 
