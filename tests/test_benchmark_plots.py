@@ -17,6 +17,7 @@ import pytest
 from PIL import ImageFont
 
 from tests.rooms import ROOT
+from tests.support.refusals import refuses
 
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -329,8 +330,7 @@ def test_tables_without_a_title_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(plots.ABOUT, "costs")
-    with pytest.raises(RuntimeError, match="edit ABOUT"):
-        plots.write(tmp_path)
+    refuses(RuntimeError, "edit ABOUT", plots.write, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,14 +344,12 @@ def test_tables_without_a_title_are_refused(
 )
 def test_results_of_another_form_are_refused(old: str, new: str, error: str) -> None:
     assert RESULTS.count(old) == 1
-    with pytest.raises(ValueError, match=error):
-        plots.read_tables(RESULTS.replace(old, new))
+    refuses(ValueError, error, plots.read_tables, RESULTS.replace(old, new))
 
 
 def test_readme_refuses_works_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(plots.README_WORKS, "extend 9", "write of 9 rows")
-    with pytest.raises(ValueError, match="'extend 9'"):
-        plots.readme_plot(TABLES)
+    refuses(ValueError, "'extend 9'", plots.readme_plot, TABLES)
 
 
 def test_machines_are_those_that_the_results_name() -> None:

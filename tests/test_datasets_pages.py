@@ -21,6 +21,7 @@ import pytest
 import replaykit.datasets
 from replaykit import registry
 from tests.rooms import ROOT
+from tests.support.refusals import refuses
 
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -69,8 +70,7 @@ def test_a_family_without_facts_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(pages.FACTS, "aloha")
-    with pytest.raises(RuntimeError, match=r"\['aloha'\] have none"):
-        pages.write(tmp_path / "datasets")
+    refuses(RuntimeError, r"\['aloha'\] have none", pages.write, tmp_path / "datasets")
     assert not (tmp_path / "datasets").exists()
 
 
@@ -259,8 +259,7 @@ def test_measuring_reads_the_files_below_a_folder(
 
 
 def test_a_folder_without_h5_files_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="expected H5 files below it, found none"):
-        pages.measure(tmp_path)
+    refuses(FileNotFoundError, "expected H5 files below it, found none", pages.measure, tmp_path)
 
 
 @pytest.mark.filterwarnings("default::UserWarning")  # columns that a conversion leaves out

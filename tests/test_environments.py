@@ -24,6 +24,7 @@ from replaykit import (
     VectorSteps,
     transition,
 )
+from tests.support.refusals import refuses
 
 ENVS = 3
 MODES = list(AutoresetMode)
@@ -336,8 +337,7 @@ def test_wrong_autoreset_mode_is_detected_while_stepping(
         for _ in range(2):
             steps.step(np.zeros(2, int))
 
-    with pytest.raises(RuntimeError, match=message):
-        two_steps()
+    refuses(RuntimeError, message, two_steps)
 
 
 def test_autoreset_mode_comes_from_metadata_or_argument() -> None:
@@ -345,11 +345,9 @@ def test_autoreset_mode_comes_from_metadata_or_argument() -> None:
     assert repr(VectorSteps(envs)) == "VectorSteps(num_envs=3, autoreset='same_step')"
     with pytest.raises(ValueError, match="expected autoreset as one of next_step, same_step"):
         VectorSteps(envs, autoreset="sometimes")
-    with pytest.raises(ValueError, match="first_lane"):
-        VectorSteps(envs, first_lane=-1)
+    refuses(ValueError, "first_lane", VectorSteps, envs, first_lane=-1)
     envs.metadata = {}
-    with pytest.raises(ValueError, match=r"'autoreset_mode' in the metadata.*autoreset="):
-        VectorSteps(envs)
+    refuses(ValueError, r"'autoreset_mode' in the metadata.*autoreset=", VectorSteps, envs)
     assert VectorSteps(envs, autoreset="NEXT_STEP").autoreset == "next_step"
 
 
@@ -423,12 +421,10 @@ def test_ambiguous_arguments_of_transition_are_refused() -> None:
         transition(0, 0, False, 0, 1.0, False)  # reward and flag exchanged
     with pytest.raises(TypeError, match=r"'truncated'.*got dict"):
         transition(0, 0, 0.0, 0, False, {})  # done and info, as older environments gave them
-    with pytest.raises(TypeError, match=r"'observation'.*got NoneType"):
-        transition(None, 0, 0.0, 0, False, False)
+    refuses(TypeError, r"'observation'.*got NoneType", transition, None, 0, 0.0, 0, False, False)
     with pytest.raises(ValueError, match=r"next observation differs.*float64 \[4\], got float32"):
         transition(np.zeros(4), 0, 0.0, np.zeros(4, np.float32), False, False)
-    with pytest.raises(ValueError, match="batch_size"):
-        transition(0, 0, 0.0, 0, False, False, batch_size=-1)
+    refuses(ValueError, "batch_size", transition, 0, 0, 0.0, 0, False, False, batch_size=-1)
 
 
 def test_spaces_may_be_nested() -> None:
@@ -484,8 +480,7 @@ def test_spaces_without_batches_are_refused_by_name(kind: str, place: str) -> No
 
     envs = gymnasium.vector.SyncVectorEnv([Still, Still])
     key = {"alone": "'observation'", "nested": r"\('observation', 1, 'y'\)", "action": "'action'"}
-    with pytest.raises(ValueError, match=rf"one shape, got {kind} at key {key[place]}: "):
-        VectorSteps(envs)
+    refuses(ValueError, rf"one shape, got {kind} at key {key[place]}: ", VectorSteps, envs)
 
 
 def test_vector_steps_refuses_a_single_environment() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from replaykit.filesystem import NoRoomError, sync_tree
 from tests.limits import limited
+from tests.support.refusals import refuses
 
 FILES = 150
 
@@ -89,5 +90,4 @@ def test_failing_sync_of_a_directory_raises_its_error(
             raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="broken"):
-        sync_tree(tree)
+    refuses(OSError, "broken", sync_tree, tree)

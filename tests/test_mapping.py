@@ -23,6 +23,7 @@ from replaykit.datasets.sources import Sources
 from replaykit.filesystem import Span, map_private, map_spans
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.limits import limited
+from tests.support.refusals import refuses
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 
@@ -187,8 +188,7 @@ def test_python_maps_files_without_the_system_call(tmp_path, monkeypatch):
 def test_failing_private_mapping_raises_the_error_of_the_system(tmp_path):
     with (tmp_path / "x").open("wb") as file, pytest.raises(PermissionError):
         map_private(file.fileno(), 10)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        map_private(-1, 10)
+    refuses(OSError, "Bad file descriptor", map_private, -1, 10)
 
 
 # -- parts of files in a row ----------------------------------------------------------------------
@@ -236,5 +236,4 @@ def test_a_span_that_a_file_does_not_have_is_an_error(tmp_path):
 def test_spans_need_the_systems_call(monkeypatch):
     monkeypatch.setattr(filesystem, "_SYSTEM", None)
     assert not filesystem.can_map_spans()
-    with pytest.raises(NotImplementedError, match="64-bit POSIX"):
-        map_spans(1, [])
+    refuses(NotImplementedError, "64-bit POSIX", map_spans, 1, [])

@@ -12,6 +12,7 @@ import torch
 from replaykit import LazyTensorStorage, ReplayBuffer, filesystem
 from replaykit.filesystem import LARGE_PAGE, map_common
 from replaykit.native import join_pages
+from tests.support.refusals import refuses
 
 SIZES = [10_000, LARGE_PAGE, 3 * LARGE_PAGE + 777]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
@@ -67,8 +68,7 @@ def test_failing_common_mapping_raises_the_error_of_the_system(tmp_path: Path):
         with pytest.raises(PermissionError):
             map_common(file.fileno(), 2 * LARGE_PAGE)
     for nbytes in (10, 2 * LARGE_PAGE):
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            map_common(-2, nbytes)
+        refuses(OSError, "Bad file descriptor", map_common, -2, nbytes)
 
 
 @needs_memory

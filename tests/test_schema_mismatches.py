@@ -153,8 +153,7 @@ def test_every_way_of_writing_refuses_rows_that_do_not_fit(
     rb.extend(make_rows(0, 3))
     before = snapshot(rb)
     for way, write in WAYS.items():
-        with pytest.raises(SchemaError, match=message):
-            write(rb, damage(make_rows(7, 1)))
+        refuses(SchemaError, message, write, rb, damage(make_rows(7, 1)))
         assert snapshot(rb) == before, way
 
 

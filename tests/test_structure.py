@@ -189,8 +189,7 @@ def test_too_few_dimensions_are_named() -> None:
 
 def test_a_lazy_stack_of_unlike_rows_is_refused_by_name() -> None:
     one, two = TensorDict({"a": torch.zeros(2)}), TensorDict({"a": torch.zeros(3)})
-    with pytest.raises(SchemaError, match=r"key 'a': expected rows of one shape"):
-        flatten(lazy_stack([one, two]), 1)
+    refuses(SchemaError, r"key 'a': expected rows of one shape", flatten, lazy_stack([one, two]), 1)
     other = TensorDict({"a": torch.zeros(2), "n": {"b": torch.zeros(1)}})
     with pytest.raises(SchemaError, match=r"row 1 differs from row 0 in .*\('n', 'b'\)"):
         flatten(lazy_stack([one, other]), 1)

@@ -13,6 +13,7 @@ from replaykit.ted import (
     format_key,
     unravel,
 )
+from tests.support.refusals import refuses
 
 
 def test_flag_keys_and_reserved_keys_are_the_documented_ones() -> None:
@@ -47,8 +48,7 @@ def test_a_key_becomes_a_flat_tuple(key: object, expected: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("key", [None, 3, (), ("a", 1), ("a", ()), ["a"], b"a", ("a", None)])
 def test_unravel_refuses_an_invalid_key_and_shows_it(key: object) -> None:
-    with pytest.raises(TypeError, match=r"expected a key .*, got"):
-        unravel(key)
+    refuses(TypeError, r"expected a key .*, got", unravel, key)
 
 
 def test_keys_are_printed_as_users_write_them() -> None:

@@ -22,6 +22,7 @@ from replaykit import (
     StackFrames,
 )
 from replaykit.errors import NotEnoughData
+from tests.support.refusals import refuses
 
 
 def all_windows(rb: ReplayBuffer, length: int, **options: Any) -> list[list[tuple[int, bool]]]:
@@ -115,8 +116,7 @@ def test_short_episodes(pad: str, rows: int, ted: Any, codes_of: Any, buffer: An
     ],
 )
 def test_unknown_modes_are_refused_at_construction(given: dict[str, Any], named: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=named):
-        SliceSampler(slice_len=4, **given)
+    refuses((ValueError, TypeError), named, SliceSampler, slice_len=4, **given)
 
 
 @pytest.mark.acceptance("F33")
@@ -142,8 +142,7 @@ def test_unknown_modes_are_refused_at_construction(given: dict[str, Any], named:
     ],
 )
 def test_other_modes_are_refused_at_construction(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected|got|needs"):
-        make()
+    refuses(ValueError, r"expected|got|needs", make)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -34,6 +34,7 @@ from replaykit.recovery import locks
 from tests.effort import cases
 from tests.limits import limited
 from tests.prepared import python
+from tests.support.refusals import refuses
 
 pytest.importorskip("zarr", reason="zarr 3 needs Python 3.11")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -239,8 +240,7 @@ def test_a_repeated_interrupt_waits_for_the_end_of_a_write(tmp_path):
 @linux
 def test_a_folder_that_cannot_be_written_is_named(path, form, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", path)
-    with pytest.raises(OSError, match=f"'{path[:9]}"):
-        form[1](rows(1), Path(path))
+    refuses(OSError, f"'{path[:9]}", form[1], rows(1), Path(path))
 
 
 def test_links_stay_and_their_targets_are_replaced(form, tmp_path):
@@ -248,8 +248,7 @@ def test_links_stay_and_their_targets_are_replaced(form, tmp_path):
     export(rows(3))
     real = target.rename(tmp_path / f"real{target.suffix}")
     target.symlink_to(real)
-    with pytest.raises(FileExistsError, match=str(real)):
-        export(rows(1))
+    refuses(FileExistsError, str(real), export, rows(1))
     old = real.stat().st_ino
     export(rows(1), overwrite=True)
     assert target.readlink() == real
@@ -261,19 +260,16 @@ def test_targets_that_hold_other_files_or_the_data_are_refused(form, tmp_path):
     target, export = form
     target.mkdir(parents=True)
     (target / "thesis.tex").write_text("mine")
-    with pytest.raises(FileExistsError, match="not a former export"):
-        export(rows(1), overwrite=True)
+    refuses(FileExistsError, "not a former export", export, rows(1), overwrite=True)
     assert os.listdir(target.parent) == [target.name]
     to_minari(rows(1), "b-v0", observation_space=BOX, action_space=BOX)
     data = convert(tmp_path / "b-v0", MINARI, target / "data")
     folder = target / "memory"
     buffer = rows(1, storage=LazyMemmapStorage(9, scratch_dir=folder, recover=True))
     for each in (data, buffer):
-        with pytest.raises(ValueError, match="outside of the folder"):
-            export(each, overwrite=True)
+        refuses(ValueError, "outside of the folder", export, each, overwrite=True)
     if target.name != "a-v0":  # an id of Minari is no path
-        with pytest.raises(ValueError, match="outside of the folder"):
-            export(buffer, folder / "a")
+        refuses(ValueError, "outside of the folder", export, buffer, folder / "a")
 
 
 def test_drafts_of_running_exports_are_left_alone(tmp_path):
@@ -318,6 +314,5 @@ def test_values_that_read_back_wrong_are_never_visible(form, monkeypatch):
         wrote(self, {name: value + (name[:6] == "action") for name, value in values.items()})
 
     monkeypatch.setattr(export_files.Draft, "wrote", other)
-    with pytest.raises(RuntimeError, match=r"was not made: 'actions?' of episode 0 differs"):
-        export(rows(1))
+    refuses(RuntimeError, r"was not made: 'actions?' of episode 0 differs", export, rows(1))
     assert not list(target.parent.iterdir())

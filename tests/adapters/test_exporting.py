@@ -34,6 +34,7 @@ from replaykit.adapters import (
 from replaykit.datasets import CorpusExperienceReplay, convert
 from replaykit.datasets.families import MINARI, ROBOMIMIC
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 SHA256 = {
@@ -256,8 +257,7 @@ def test_spaces_that_do_not_fit_are_refused_by_key(cartpole, nested, datasets):
         to_minari(cartpole, "a-v0", env="CartPole-v1", action_space=spaces.Text(3))
     with pytest.raises(KeyError, match=r"'observation', 'depth'"):
         to_minari(nested, "a-v0", env=Nested(), observation_space=spaces.Dict({"depth": box}))
-    with pytest.raises(TypeError, match="expected env as an id"):
-        to_minari(cartpole, "a-v0", env=3)
+    refuses(TypeError, "expected env as an id", to_minari, cartpole, "a-v0", env=3)
     assert not datasets.exists()
 
 
@@ -321,8 +321,7 @@ def test_continuous_actions_and_nested_observations_of_d3rlpy(tmp_path):
 
 def test_nested_actions_are_refused_by_d3rlpy_and_robomimic(nested, tmp_path):
     for call in (lambda: to_d3rlpy(nested), lambda: to_robomimic(nested, tmp_path / "a.hdf5")):
-        with pytest.raises(SchemaError, match=r"key 'action': expected one array .*'move'"):
-            call()
+        refuses(SchemaError, r"key 'action': expected one array .*'move'", call)
     assert not list(tmp_path.glob("*a.hdf5*"))
 
 
@@ -435,12 +434,10 @@ def test_missing_keys_are_named(which, tmp_path, datasets):
         rb = ReplayBuffer(storage=LazyTensorStorage(10))
         rb.extend(good_rows().exclude(key))
         shown = repr(key).replace("(", r"\(").replace(")", r"\)")
-        with pytest.raises(KeyError, match=f"key {shown}: expected such a column"):
-            call(rb)
+        refuses(KeyError, f"key {shown}: expected such a column", call, rb)
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(good_rows().exclude(("next", "terminated"), ("next", "truncated"), ("next", "done")))
-    with pytest.raises(KeyError, match="'next', 'terminated'"):
-        call(rb)
+    refuses(KeyError, "'next', 'terminated'", call, rb)
     assert not datasets.exists()
     assert not files_below(tmp_path)
 
@@ -448,20 +445,16 @@ def test_missing_keys_are_named(which, tmp_path, datasets):
 @pytest.mark.parametrize("which", range(3))
 def test_data_without_episodes_is_refused(which, tmp_path, datasets):
     call = exports(tmp_path)[which]
-    with pytest.raises(ValueError, match="at least one episode"):
-        call(ReplayBuffer(storage=LazyTensorStorage(10)))
+    refuses(ValueError, "at least one episode", call, ReplayBuffer(storage=LazyTensorStorage(10)))
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend([1, 2])
-    with pytest.raises(RuntimeError, match="where episodes end"):
-        call(rb)
-    with pytest.raises(TypeError, match="expected data as a ReplayBuffer"):
-        call(good_rows())
+    refuses(RuntimeError, "where episodes end", call, rb)
+    refuses(TypeError, "expected data as a ReplayBuffer", call, good_rows())
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rows = good_rows()
     rows["next", "reward"] = torch.ones(3, 2)
     rb.extend(rows)
-    with pytest.raises(SchemaError, match=r"'next', 'reward'\): expected one value per row"):
-        call(rb)
+    refuses(SchemaError, r"'next', 'reward'\): expected one value per row", call, rb)
     assert not datasets.exists()
     assert not files_below(tmp_path)
 
@@ -500,8 +493,7 @@ def test_done_alone_shows_terminations(tmp_path):
 def test_padded_episodes_are_refused(tmp_path):
     path = shared("minari_generated/cartpole/random-v0/data/main_data.hdf5")
     data = MinariExperienceReplay("a/b-v0", 2, source=path, root=tmp_path, split_trajs=True)
-    with pytest.raises(SchemaError, match=r"one value per row for d3rlpy.*split_trajs"):
-        to_d3rlpy(data)
+    refuses(SchemaError, r"one value per row for d3rlpy.*split_trajs", to_d3rlpy, data)
 
 
 def test_a_part_of_a_data_set_is_exported_alone(cartpole, tmp_path):
@@ -517,5 +509,4 @@ def test_a_part_of_a_data_set_is_exported_alone(cartpole, tmp_path):
 def test_missing_libraries_are_named(library, cartpole, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, library, None)
     call = exports(tmp_path)[["minari", "d3rlpy"].index(library)]
-    with pytest.raises(ImportError, match=rf"pip install 'replaykit\[{library}\]'"):
-        call(cartpole)
+    refuses(ImportError, rf"pip install 'replaykit\[{library}\]'", call, cartpole)

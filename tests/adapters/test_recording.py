@@ -212,8 +212,7 @@ def test_reset_and_close_store_an_unfinished_episode_as_truncated(tmp_path):
 
 def test_an_episode_is_visible_when_step_returns_its_end(tmp_path):
     env = RecordReplay(gymnasium.make("CartPole-v1"), tmp_path)
-    with pytest.raises(RuntimeError, match="has no episode yet"):
-        open_recording(tmp_path)
+    refuses(RuntimeError, "has no episode yet", open_recording, tmp_path)
     for count in range(1, 4):
         env.reset(seed=count)
         ended = False
@@ -232,8 +231,7 @@ def test_discard_and_an_error_in_a_block_drop_the_unfinished_episode(tmp_path):
         env.reset(seed=0)
         env.step(1)
         env.discard()
-        with pytest.raises(RuntimeError, match="expected reset"):
-            env.step(1)
+        refuses(RuntimeError, "expected reset", env.step, 1)
         env.reset(seed=1)
         env.step(0)
         env.reset()
@@ -266,22 +264,19 @@ def test_an_error_of_the_environment_drops_its_episode(tmp_path):
     env.reset(seed=0)
     env.step(action)
     env.step(action)
-    with pytest.raises(OSError, match="robot"):
-        env.step(action)
+    refuses(OSError, "robot", env.step, action)
     env.close()
     assert open_recording(tmp_path).episodes.lengths.tolist() == [1]
 
 
 def test_steps_outside_an_episode_raise(tmp_path):
     env = RecordReplay(gymnasium.make("CartPole-v1"), tmp_path)
-    with pytest.raises(RuntimeError, match=r"expected reset\(\) before step"):
-        env.step(0)
+    refuses(RuntimeError, r"expected reset\(\) before step", env.step, 0)
     env.reset(seed=0)
     ended = False
     while not ended:
         ended = env.step(1)[2]
-    with pytest.raises(RuntimeError, match="automatically belongs around"):
-        env.step(0)
+    refuses(RuntimeError, "automatically belongs around", env.step, 0)
     env.close()
 
 
@@ -399,10 +394,8 @@ def test_an_episode_that_could_not_be_stored_is_stored_at_the_end(tmp_path, monk
     env.step(action)
     with monkeypatch.context() as patched:
         patched.setattr(recording_folder.RecordingFolder, "append", full)
-        with pytest.raises(OSError, match="No space"):
-            env.step(action)
-        with pytest.raises(RuntimeError, match="the episode has ended"):
-            env.step(action)
+        refuses(OSError, "No space", env.step, action)
+        refuses(RuntimeError, "the episode has ended", env.step, action)
     env.close()
     rb = open_recording(tmp_path)
     assert rb["next", "terminated"].flatten().tolist() == [False, True]
@@ -418,12 +411,9 @@ def test_a_path_with_something_else_is_refused_unchanged(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/thesis.tex").write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(NotADirectoryError, match="file"):
-        record(env, None, tmp_path / "file", episodes=1)
-    with pytest.raises(FileExistsError, match=r"thesis\.tex"):
-        RecordReplay(env, tmp_path / "folder")
-    with pytest.raises(FileNotFoundError, match="is not a recording"):
-        open_recording(tmp_path / "folder")
+    refuses(NotADirectoryError, "file", record, env, None, tmp_path / "file", episodes=1)
+    refuses(FileExistsError, r"thesis\.tex", RecordReplay, env, tmp_path / "folder")
+    refuses(FileNotFoundError, "is not a recording", open_recording, tmp_path / "folder")
     assert contents(tmp_path) == before
     (tmp_path / "empty").mkdir()
     assert len(record(env, None, tmp_path / "empty", episodes=1).episodes) == 1
@@ -450,8 +440,7 @@ def test_a_recording_of_something_else_is_refused_unchanged(tmp_path, change, me
 
 def test_two_writers_are_refused_and_a_closed_one_is_not(tmp_path):
     first = RecordReplay(gymnasium.make("CartPole-v1"), tmp_path)
-    with pytest.raises(RuntimeError, match="in use"):
-        RecordReplay(gymnasium.make("CartPole-v1"), tmp_path)
+    refuses(RuntimeError, "in use", RecordReplay, gymnasium.make("CartPole-v1"), tmp_path)
     first.close()
     RecordReplay(gymnasium.make("CartPole-v1"), tmp_path).close()
 
@@ -463,25 +452,21 @@ def test_damaged_files_are_named(tmp_path, name, content):
     record(env, None, tmp_path, episodes=2, seed=0)
     (tmp_path / name).write_text(content)
     for call in (lambda: open_recording(tmp_path), lambda: RecordReplay(env, tmp_path)):
-        with pytest.raises(CheckpointError, match=name):
-            call()
+        refuses(CheckpointError, name, call)
 
 
 def test_lost_and_short_row_files_are_named(tmp_path):
     record(gymnasium.make("CartPole-v1"), None, tmp_path, episodes=2, seed=0)
     file = next(tmp_path.glob("rows-*/records.memmap"))
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"records\.memmap"):
-        open_recording(tmp_path)
+    refuses(CheckpointError, r"records\.memmap", open_recording, tmp_path)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"records\.memmap is gone"):
-        open_recording(tmp_path)
+    refuses(CheckpointError, r"records\.memmap is gone", open_recording, tmp_path)
 
 
 def test_wrong_arguments_are_refused_before_the_folder_exists(tmp_path):
     env, path = gymnasium.make("CartPole-v1"), tmp_path / "a"
-    with pytest.raises(ValueError, match="episodes= or steps="):
-        record(env, None, path)
+    refuses(ValueError, "episodes= or steps=", record, env, None, path)
     with pytest.raises(ValueError, match="expected steps as an int of at least 1 or None, got 0"):
         record(env, None, path, steps=0)
     with pytest.raises(TypeError, match="expected policy as a function"):
@@ -493,8 +478,7 @@ def test_wrong_arguments_are_refused_before_the_folder_exists(tmp_path):
         record(vector, None, path, steps=1)  # type: ignore[arg-type]
     vector.close()
     env.observation_space = spaces.Dict({"a": spaces.Text(4)})
-    with pytest.raises(ValueError, match=r"\('observation', 'a'\).*Text"):
-        RecordReplay(env, path)
+    refuses(ValueError, r"\('observation', 'a'\).*Text", RecordReplay, env, path)
     assert not path.exists()
 
 
@@ -541,8 +525,7 @@ def test_values_that_do_not_fit_are_named_and_drop_the_episode(tmp_path, result,
     env.step(action)
     env.reset()
     env.step(action)
-    with pytest.raises(error, match=message):
-        env.step(action)
+    refuses(error, message, env.step, action)
     env.reset()
     env.step(action)
     env.close()
@@ -554,8 +537,7 @@ def test_an_action_that_does_not_fit_reaches_no_environment(tmp_path):
     env.reset()
     env.step([0.5])
     for action in (np.zeros(1), np.zeros(2, np.float32)):
-        with pytest.raises(SchemaError, match="key 'action'"):
-            env.step(action)
+        refuses(SchemaError, "key 'action'", env.step, action)
     env.close()
     assert open_recording(tmp_path)["action"].tolist() == [[0.5]]
     env = RecordReplay(Scripted(), tmp_path)

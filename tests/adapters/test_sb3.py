@@ -391,8 +391,7 @@ def test_hindsight_equals_to_the_bit(envs: int, strategy: str, normal: bool) -> 
 def test_hindsight_draws_only_ended_episodes() -> None:
     env: Any = DummyVecEnv([lambda: Point(steps=4, near=-1)])
     buffer = SB3HerReplayBuffer(10, env.observation_space, env.action_space, env, device="cpu")
-    with pytest.raises(RuntimeError, match="expected a whole episode that has ended, got none"):
-        buffer.sample(4)
+    refuses(RuntimeError, "expected a whole episode that has ended, got none", buffer.sample, 4)
     seen: Any = env.reset()
     for number in range(13):
         after, reward, done, infos = env.step(np.full((1, 2), -1, np.float32))
@@ -401,8 +400,7 @@ def test_hindsight_draws_only_ended_episodes() -> None:
         buffer.add(seen, following, np.zeros((1, 2)), reward, done, infos)
         seen = after
         if number == 2:
-            with pytest.raises(RuntimeError, match="learning_starts"):
-                buffer.sample(4)
+            refuses(RuntimeError, "learning_starts", buffer.sample, 4)
     # Rows 3 to 12 are stored. Row 3 has lost its episode, and row 12 is in an open episode.
     assert [len(e) for e in buffer.rb.episodes] == [1, 4, 4, 1]
     drawn = buffer.sample(500).observations["observation"][:, 0]
@@ -531,8 +529,7 @@ def test_observations_that_are_no_stacks_are_refused() -> None:
         buffer.add(obs, after[:, ::-1], *rest)
     obs = obs.copy()
     obs[:, 0] = 1
-    with pytest.raises(ValueError, match="zeros before the first frame of an episode"):
-        buffer.add(obs, after, *rest)
+    refuses(ValueError, "zeros before the first frame of an episode", buffer.add, obs, after, *rest)
     assert buffer.size() == 0
 
 
@@ -675,8 +672,7 @@ def test_rows_outlive_a_kill(tmp_path: Path, envs: int) -> None:
         found.add(*step)
     assert_equal(*both(found, expected, 60, 1))
     del found
-    with pytest.raises(ValueError, match="max_size"):
-        SB3ReplayBuffer(90, space, BOX, **files)
+    refuses(ValueError, "max_size", SB3ReplayBuffer, 90, space, BOX, **files)
 
 
 def test_another_number_of_environments_is_refused(tmp_path: Path) -> None:
@@ -707,8 +703,7 @@ def test_replay_buffers_are_saved_and_loaded(
     model.save_replay_buffer("rows.pkl")
     if "storage" in kwargs:
         fresh: Any = DQN.load("model", device="cpu").replay_buffer
-        with pytest.raises(RuntimeError, match="rows"):
-            fresh.rb.extend(model.replay_buffer.rb[:2])
+        refuses(RuntimeError, "rows", fresh.rb.extend, model.replay_buffer.rb[:2])
     loaded = DQN.load("model", env=model.get_env(), device="cpu")
     loaded.load_replay_buffer("rows.pkl")
     one, other = loaded.replay_buffer, model.replay_buffer
@@ -754,8 +749,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
     assert model.replay_buffer._ended_rows()._until[-1] > before
     assert model.replay_buffer.sample(9).rewards.shape == (9, 1)
     model.replay_buffer.env = None
-    with pytest.raises(RuntimeError, match=r"call set_env\(env\)"):
-        model.replay_buffer.sample(9)
+    refuses(RuntimeError, r"call set_env\(env\)", model.replay_buffer.sample, 9)
 
 
 # -- arguments ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from benchmarks.harness import WARM_UP
 from benchmarks.setting import Setting
 from benchmarks.worker import Worker
 from benchmarks.works import WORKS
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -77,15 +78,13 @@ def test_a_work_that_the_other_commit_lacks_is_left_out(sides: tuple[Side, Side]
     assert (line.work, line.name, line.is_met) == ("transitions", "at abc", None)
     assert line.missing is not None
     assert "cannot import name 'LazyTensorStorage'" in line.missing
-    with pytest.raises(Mismatch, match="KeyError"):
-        this.ask("make", work="transitions", title="no such title")
+    refuses(Mismatch, "KeyError", this.ask, "make", work="transitions", title="no such title")
 
 
 @pytest.mark.parametrize("sides", ["import os; os._exit(3)"], indirect=True)
 def test_a_process_that_ends_is_named_and_started_again(sides: tuple[Side, Side]) -> None:
     for _ in range(2):
-        with pytest.raises(Lacking, match="at abc: its process ended with 3"):
-            sides[1].check_package()
+        refuses(Lacking, "at abc: its process ended with 3", sides[1].check_package)
 
 
 def test_a_worker_makes_checks_and_times_a_contender(setting: Setting) -> None:
@@ -128,8 +127,7 @@ def test_paired_turns_give_median_times() -> None:
 
 
 def test_absent_revision_is_named() -> None:
-    with pytest.raises(BuildError, match="got 'no-such-revision'"):
-        resolve("no-such-revision")
+    refuses(BuildError, "got 'no-such-revision'", resolve, "no-such-revision")
 
 
 @pytest.mark.programs

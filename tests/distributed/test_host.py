@@ -19,6 +19,7 @@ from replaykit.distributed.protocol import pack, unpack
 from replaykit.distributed.requests import unpack_reply
 from replaykit.errors import SchemaError
 from tests.conftest import make_rows
+from tests.support.refusals import refuses
 
 
 class Untold(Exception):
@@ -130,8 +131,7 @@ def test_a_message_for_several_batches_draws_none_that_would_be_used_up() -> Non
     host = host_of(consume_after_n_samples=1)
     write(host, [10])
     for answer in [*host.sample_2(), *host.step_2("one", 0, True)]:
-        with pytest.raises(ValueError, match=r"prefetch.*ConsumingSampler"):
-            unpack_reply(answer)
+        refuses(ValueError, r"prefetch.*ConsumingSampler", unpack_reply, answer)
     assert len(host._buffer) == 10
 
 
@@ -156,5 +156,4 @@ def test_unpicklable_error_loses_no_other_result() -> None:
     assert "Untold: 1 and 2" in str(outcomes[1][1])
     with pytest.raises(RuntimeError, match="Untold: 1 and 2"):
         host_of(Odd).call("add", [pack(make_rows(1, 1)[0])], {})
-    with pytest.raises(SchemaError, match="expected"):
-        write_twice(host_of())
+    refuses(SchemaError, "expected", write_twice, host_of())

@@ -25,6 +25,7 @@ from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
 from tests.distributed.laws import numbered, running
 from tests.distributed.stand_in import Ray
+from tests.support.refusals import refuses
 
 
 class Held:
@@ -131,12 +132,10 @@ def test_calls_to_a_shard_that_does_not_return_time_out(sharded: Any) -> None:
     rb.extend(numbered(0, 40))
     hold(rb)
     kill(rb, 0)
-    with pytest.raises(TimeoutError, match="shard 0 has not come back"):
-        rb.extend(numbered(0, 40))
+    refuses(TimeoutError, "shard 0 has not come back", rb.extend, numbered(0, 40))
     assert set(rb.sample(10)["x"].tolist())
     kill(rb, 1)
-    with pytest.raises(TimeoutError, match=r"none of shards \[0, 1\] has come back"):
-        rb.sample(10)
+    refuses(TimeoutError, r"none of shards \[0, 1\] has come back", rb.sample, 10)
 
 
 def test_every_client_reports_its_rows_lost_with_a_dead_shard(sharded: Any) -> None:
@@ -330,8 +329,7 @@ def test_calls_to_a_silent_shard_time_out(sharded: Any) -> None:
     rb.extend({"k": keys, "x": keys})
     silence(rb, EVERYTHING)
     for call in (rb.sample, rb.__len__, rb.stats, lambda: rb.extend({"k": keys, "x": keys})):
-        with pytest.raises(TimeoutError, match="shard 1 has not answered"):
-            call()
+        refuses(TimeoutError, "shard 1 has not answered", call)
     assert rb._members.there() == [0, 1]
     mine = keys[torch.tensor(rb._router.route({("k",): keys}, 20, []) == 0)]
     assert len(rb.extend({"k": mine, "x": mine})) == len(mine) > 0
@@ -347,8 +345,7 @@ def test_done_does_not_wait_after_a_death(sharded: Any) -> None:
     rb.sample()
     silence(rb, {"draw"}, times=1)
     batch = rb.sample_async()
-    with pytest.raises(ValueError, match="timeout of at least 0"):
-        batch.result(-1)
+    refuses(ValueError, "timeout of at least 0", batch.result, -1)
     assert not batch.done()
     with pytest.raises(ShardSilent):
         batch.result(0)
@@ -372,8 +369,7 @@ def test_a_save_waits_for_files_and_not_for_a_shard_that_hangs(
     assert len(other) == 8
     rb.extend(torch.arange(2))
     silence(rb, {verb, "stats"})
-    with pytest.raises(ShardSilent, match="shard 1 has not answered"):
-        rb.dumps(tmp_path)
+    refuses(ShardSilent, "shard 1 has not answered", rb.dumps, tmp_path)
     other.loads(tmp_path)
     assert len(other) == 8  # that of before
 
@@ -462,8 +458,7 @@ def test_a_silent_supervisor_is_not_waited_for_without_end(shardless: Any) -> No
         lambda: supervisor.pace.admit(INSERT, 2, None),  # longer than the limiter waits at a time
     )
     for ask in asks:
-        with pytest.raises(TimeoutError, match="the supervisor of the shards has not answered"):
-            ask()
+        refuses(TimeoutError, "the supervisor of the shards has not answered", ask)
     assert ray.within == [2.0, 3.0, 7.0]
     asked, back = ray.sent[-2:]
     assert (asked[0], back[0]) == ("admit", "end")
@@ -475,8 +470,7 @@ def test_ray_keeps_running(shardless: Any, error: Exception | None) -> None:
     """Others may have come to use it since it was started for the shards."""
     ray, recipe = shardless(error), cast(Any, None)
     if error is not None:
-        with pytest.raises(RuntimeError, match="no shards today"):
-            RaySupervisor.start(recipe, None, None, 1.0)
+        refuses(RuntimeError, "no shards today", RaySupervisor.start, recipe, None, None, 1.0)
     else:
         RaySupervisor.start(recipe, None, None, 1.0).close()
     assert ray.running
@@ -488,8 +482,7 @@ def test_shards_have_their_time_to_start(shardless: Any, recipe: Any) -> None:
     ray = shardless(Ray.exceptions.GetTimeoutError())
     for timeout, within in ((0.0, 180), (1.0, 180), (200.0, 200)):
         text = rf"1 shards have not started within {within} s; each needs .*'num_cpus': 7"
-        with pytest.raises(TimeoutError, match=text):
-            RaySupervisor.start(recipe(), {"num_cpus": 7}, None, timeout)
+        refuses(TimeoutError, text, RaySupervisor.start, recipe(), {"num_cpus": 7}, None, timeout)
     assert ray.within == [180, 180, 200]
     assert ray.killed == 3
 
@@ -500,5 +493,4 @@ def test_actor_answers_with_the_error_of_its_creation(recipe: Any) -> None:
     holder.save_own()
     holder.close()
     host = Host(ShardHolder, {"recipe": recipe(), "shard": 0})
-    with pytest.raises(FileExistsError, match="another buffer"):
-        host.ask("facts", pack(()))
+    refuses(FileExistsError, "another buffer", host.ask, "facts", pack(()))

@@ -157,8 +157,7 @@ def test_every_call_matches_local_buffer(make: Any, tmp_path: Path) -> None:
     assert same(local.sample(6)["id"], remote.sample(6)["id"])
     with pytest.raises(RuntimeError, match="cannot be changed"):
         remote.dim_extend = 1
-    with pytest.raises(AttributeError, match=r"rb\.run"):
-        _ = remote.episodes
+    refuses(AttributeError, r"rb\.run", lambda: remote.episodes)
     assert remote.run(lambda buffer, most: min(len(buffer), most), 5) == 5
 
 

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
 from replaykit.distributed.shard_config import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 
 def test_the_hash_of_a_key_is_the_same_everywhere() -> None:
@@ -59,8 +60,7 @@ def test_keys_are_spread_evenly() -> None:
 
 def test_a_key_that_cannot_be_hashed_is_refused_before_anything_is_written(sharded: Any) -> None:
     rb = sharded(2, shard_key="k")
-    with pytest.raises(KeyError, match="shard_key"):
-        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    refuses(KeyError, "shard_key", rb.extend, TensorDict({"x": torch.arange(3)}, [3]))
     with pytest.raises(TypeError, match="integers under the shard_key 'k'"):
         rb.extend(TensorDict({"k": torch.rand(3)}, [3]))
     assert len(rb) == 0
@@ -173,8 +173,7 @@ def test_rows_keep_priorities_given_with_them(sharded: Any) -> None:
     rb.extend(rows)
     assert set(rb.sample(20)["x"].tolist()) == {2}
     rows["td_error"][0] = -1
-    with pytest.raises(ValueError, match="td_error"):
-        rb.extend(rows)
+    refuses(ValueError, "td_error", rb.extend, rows)
     assert len(rb) == 4
 
 
@@ -185,5 +184,4 @@ def test_closed_buffer_refuses_calls(sharded: Any) -> None:
     rb.shutdown()
     assert not rb.is_alive
     for call in (rb.sample, rb.stats, rb.__len__, lambda: rb.extend(torch.arange(1))):
-        with pytest.raises(RuntimeError, match="shut down"):
-            call()
+        refuses(RuntimeError, "shut down", call)

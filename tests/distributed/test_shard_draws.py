@@ -30,6 +30,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from tests.distributed.laws import chi_square, counts, episodes
+from tests.support.refusals import refuses
 
 FAR = 4.0
 """Standard deviations of chi-square that one law is never away from itself with these seeds."""
@@ -188,8 +189,7 @@ def test_an_exponent_that_is_refused_changes_nothing(sharded: Any) -> None:
     index = rb.extend(torch.arange(4))
     rb.update_priority(index, torch.full((4,), 1e30))
     rb.sampler.alpha = 9.0  # of which this client's copy knows no priority
-    with pytest.raises(ValueError, match="alpha=9"):
-        rb.sample(2)
+    refuses(ValueError, "alpha=9", rb.sample, 2)
     rb.sampler.alpha = 0.5
     assert rb.extend(torch.arange(2)).tolist() == [4, 5]
     assert len(rb.sample(8)) == 8
@@ -269,25 +269,21 @@ def test_components_that_cannot_be_sharded_are_refused(
     from replaykit import ShardedReplayBuffer
 
     given = {"num_shards": 2, "storage": lambda: LazyTensorStorage(8), "backend": "local"}
-    with pytest.raises((TypeError, ValueError), match=words):
-        ShardedReplayBuffer(**{**given, **arguments})
+    refuses((TypeError, ValueError), words, ShardedReplayBuffer, **{**given, **arguments})
 
 
 def test_errors_without_drawable_rows_match_one_buffer(sharded: Any, single: Any) -> None:
     rb = sharded(2, sampler=lambda: SliceSampler(slice_len=9), shard_key="episode")
-    with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\."):
-        rb.sample(9)
+    refuses(RuntimeError, r"Cannot sample from an empty storage\.", rb.sample, 9)
     assert not rb.can_sample(9)
     rb.extend(episodes([4, 5, 6]))
-    with pytest.raises(RuntimeError, match="expected 1 slices of 9 rows, got no window"):
-        rb.sample(9)
+    refuses(RuntimeError, "expected 1 slices of 9 rows, got no window", rb.sample, 9)
     rb.extend(episodes([10]))
     assert rb.can_sample(9)
     assert not rb.can_sample(8)
     rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
     rb.update_priority(rb.extend(torch.arange(4)), torch.zeros(4))
-    with pytest.raises(RuntimeError, match="every stored priority is zero"):
-        rb.sample(2)
+    refuses(RuntimeError, "every stored priority is zero", rb.sample, 2)
     assert isinstance(single(RandomSampler()), ReplayBuffer)
 
 

@@ -98,8 +98,7 @@ def test_unfitting_state_changes_nothing(sharded: Any) -> None:
         (make(sampler=RandomSampler), state, "ampler"),
     ]:
         target.extend(numbered(100, 4))
-        with pytest.raises(ValueError, match=match):
-            target.load_state_dict(given)
+        refuses(ValueError, match, target.load_state_dict, given)
         assert sorted(target[:]["x"].tolist()) == [100, 101, 102, 103]
         target.extend(numbered(104, 1))
         assert all(shard.holder._loaded is None for shard in target._members.shards)
@@ -278,8 +277,7 @@ def test_a_save_that_fails_leaves_the_one_before(sharded: Any, tmp_path: Path) -
         raise OSError("no room")
 
     holder._snapshot, taken = fails, holder._snapshot
-    with pytest.raises(OSError, match="no room"):
-        rb.dumps(tmp_path)
+    refuses(OSError, "no room", rb.dumps, tmp_path)
     assert len(list((tmp_path / "shards").iterdir())) == 1
     other = sharded(3)
     other.loads(tmp_path)
@@ -316,8 +314,7 @@ def test_a_shard_that_dies_while_it_writes_files_leaves_the_save_before(
         return send(verb, *args)
 
     last.call = dies_meanwhile
-    with pytest.raises(RuntimeError, match="shard 0 has been restarted while all were saved"):
-        rb.dumps(tmp_path)
+    refuses(RuntimeError, "shard 0 has been restarted while all were saved", rb.dumps, tmp_path)
     last.call = send
     monkeypatch.setattr(shard_saves, "_DRAIN_S", 0.05)  # the rows that died with it do not come
     assert list((tmp_path / "shards").iterdir()) == before
@@ -357,8 +354,7 @@ def test_a_write_that_was_lost_is_waited_for_once(
     rb.extend(numbered(9, 9))
     rb._members.shards[0].kill()
     deadly = "has_all"
-    with pytest.raises(RuntimeError, match="died during a save"):
-        rb.dumps(tmp_path)
+    refuses(RuntimeError, "died during a save", rb.dumps, tmp_path)
 
 
 def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) -> None:
@@ -376,8 +372,7 @@ def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) ->
 
     shard.call = loses_files
     rb.extend(numbered(4, 4))
-    with pytest.raises(CheckpointError, match=r"expected manifest\.json of a shard in .*00001"):
-        rb.dumps(tmp_path)
+    refuses(CheckpointError, r"expected manifest\.json of a shard in .*00001", rb.dumps, tmp_path)
     other = sharded(2)
     other.loads(tmp_path)
     assert len(other) == 4
@@ -395,8 +390,7 @@ def test_concurrent_saves_wait_for_their_own_files(sharded: Any, tmp_path: Path)
     for token in ("one", "two"):
         holder.finish_save(token)
         assert (tmp_path / token / "manifest.json").exists()
-    with pytest.raises(RuntimeError, match="restarted"):
-        holder.finish_save("one")
+    refuses(RuntimeError, "restarted", holder.finish_save, "one")
 
 
 def test_saves_to_one_place_follow_one_another(sharded: Any, tmp_path: Path) -> None:
@@ -442,8 +436,7 @@ def test_begun_write_passes_the_barrier() -> None:
     assert barriers[0].admits(later)
     barriers[0].freeze("t", 0.0)
     assert barriers[0].admits(later)  # writes wait no longer than that
-    with pytest.raises(RuntimeError, match="held back for too long"):
-        barriers[0].check("t")
+    refuses(RuntimeError, "held back for too long", barriers[0].check, "t")
 
 
 class NoThree(Transform):
@@ -460,8 +453,7 @@ def test_no_save_waits_for_a_part_that_was_refused(
 ) -> None:
     rb, other = (sharded(count, transform_factory=NoThree) for count in (2, 3))
     rb.extend(numbered(10, 2))
-    with pytest.raises(ValueError, match="no three"):
-        rb.extend(numbered(0, 4))
+    refuses(ValueError, "no three", rb.extend, numbered(0, 4))
     begun = time.monotonic()
     rb.dumps(tmp_path)
     assert time.monotonic() - begun < 4  # who waits for it waits 5 s, and warns
@@ -537,8 +529,7 @@ def test_a_crafted_head_is_refused_by_name_and_changes_nothing(
     other = sharded(2)
     other.extend(numbered(100, 6))
     before = other.generator.get_state()
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        other.loads(tmp_path)
+    refuses(CheckpointError, r"manifest\.json", other.loads, tmp_path)
     assert sorted(other[:]["x"].tolist()) == list(range(100, 106))
     assert torch.equal(other.generator.get_state(), before)
     other.extend(numbered(106, 2))

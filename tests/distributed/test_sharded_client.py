@@ -48,8 +48,7 @@ def test_every_name_of_a_buffer_is_there_or_is_refused_with_a_reason(sharded: An
             assert reason in str(found.value)
             assert not hasattr(handle, name)
         refuses(AttributeError, "object has no attribute 'nothing'", lambda h=handle: h.nothing)
-        with pytest.raises(TypeError, match="update_if_present"):
-            handle[0] = torch.zeros(())
+        refuses(TypeError, "update_if_present", handle.__setitem__, 0, torch.zeros(()))
     assert rb.initialized
     refuses(TypeError, "client", copy.deepcopy, rb)
     client = copy.copy(rb.client())
@@ -112,8 +111,7 @@ def test_rows_are_read_by_index_place_mask_and_key(sharded: Any) -> None:
     assert keyed[[]].shape == keyed[1:1].shape == (0,)
     assert keyed[[]]["x"].dtype is torch.int64
     for wrong in (True, 1.5, torch.zeros(2, 2, dtype=torch.int64)):
-        with pytest.raises(TypeError, match="expected an index as an int, slice, mask, key"):
-            rb[wrong]
+        refuses(TypeError, "expected an index as an int, slice, mask, key", rb.__getitem__, wrong)
 
 
 def test_include_info_works_as_in_one_buffer(sharded: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from replaykit.mixture.member_parts import chosen
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -48,5 +49,4 @@ def test_every_form_of_an_index_chooses_members(index: Any, found: Any) -> None:
     ],
 )
 def test_invalid_member_indices_are_refused(index: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        chosen(index, 4, "it")
+    refuses(error, words, chosen, index, 4, "it")

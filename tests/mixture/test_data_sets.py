@@ -25,6 +25,7 @@ from replaykit.datasets.publishing import open_published
 from replaykit.datasets.sources import Sources
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.mixture.members import same
+from tests.support.refusals import refuses
 
 KEYS = ["observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")]
 
@@ -148,5 +149,4 @@ def test_another_data_set_is_refused(tmp_path: Path) -> None:
             target.loads(tmp_path / "saved")
         assert len(target[1]) == 2
     plain = ReplayBufferEnsemble(online(first[:5]), online(first[:5]))
-    with pytest.raises(ValueError, match="no data set"):
-        plain.loads(tmp_path / "saved")
+    refuses(ValueError, "no data set", plain.loads, tmp_path / "saved")

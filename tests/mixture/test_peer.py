@@ -9,6 +9,7 @@ import torch
 
 import replaykit
 from tests.mixture.members import rows_of
+from tests.support.refusals import refuses
 
 peer: Any = pytest.importorskip("torchrl.data")
 
@@ -61,5 +62,4 @@ def test_both_libraries_refuse_weights_with_sample_from_all() -> None:
     for library in (replaykit, peer):
         with pytest.raises(RuntimeError):
             made(library, p=[1, 1, 1], sample_from_all=True)
-        with pytest.raises(ValueError, match="divi"):
-            made(library, num_buffer_sampled=5).sample(12)
+        refuses(ValueError, "divi", made(library, num_buffer_sampled=5).sample, 12)

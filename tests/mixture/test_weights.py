@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replaykit.mixture.choosing import _at, exact, multinomial
 from replaykit.mixture.member_parts import checked_weights
+from tests.support.refusals import refuses
 
 # Critical values of the chi-square distribution for a probability of 0.001.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47}
@@ -50,8 +51,7 @@ def test_weights_are_relative() -> None:
     ],
 )
 def test_invalid_weights_are_refused(p: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        checked_weights(p, 2)
+    refuses(ValueError, words, checked_weights, p, 2)
 
 
 @pytest.mark.pitfall("RD6")

@@ -10,6 +10,7 @@ import pytest
 
 from replaykit.errors import CorpusError
 from replaykit.inspection import kind_of, opened
+from tests.support.refusals import refuses
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 SAMPLES = {
@@ -151,7 +152,5 @@ def test_layouts_of_sample_files_are_recognized(name):
 
 
 def test_empty_and_absent_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds none of them"):
-        kind_of(tmp_path)
-    with pytest.raises(FileNotFoundError, match="is not there"):
-        kind_of(tmp_path / "absent")
+    refuses(ValueError, "holds none of them", kind_of, tmp_path)
+    refuses(FileNotFoundError, "is not there", kind_of, tmp_path / "absent")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from replaykit.inspection import guess_layout, known_layouts, layout_named
+from tests.support.refusals import refuses
 
 OWN = """
 from replaykit.datasets import STEPS, Field, Groups, Layout
@@ -51,11 +52,9 @@ def test_a_module_that_fails_as_it_runs_is_named_and_leaves_nothing(tmp_path, te
 
 
 def test_an_unknown_name_lists_those_there_are():
-    with pytest.raises(ValueError, match=r"'aloha'.*got 'atari'"):
-        layout_named("atari")
+    refuses(ValueError, r"'aloha'.*got 'atari'", layout_named, "atari")
     for half in (":", ":ARM", "own.py:"):
-        with pytest.raises(ValueError, match=rf"module:NAME .* got '{half}'"):
-            layout_named(half)
+        refuses(ValueError, rf"module:NAME .* got '{half}'", layout_named, half)
     assert {"aloha", "d4rl", "robomimic", "libero"} <= known_layouts().keys()
     assert all(layout_named(name) is layout for name, layout in known_layouts().items())
 

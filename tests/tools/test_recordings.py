@@ -9,6 +9,7 @@ import pytest
 
 from replaykit.adapters import RecordReplay, open_recording, record
 from replaykit.inspection import kind_of, opened, validate
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -61,7 +62,6 @@ def test_a_recording_without_episodes_is_refused(tmp_path: Path) -> None:
     with RecordReplay(gymnasium.make("CartPole-v1"), tmp_path / "empty", durable=False):
         pass
     assert kind_of(tmp_path / "empty") == "recording"
-    with pytest.raises(RuntimeError, match="no episode yet"):
-        validate(tmp_path / "empty")
+    refuses(RuntimeError, "no episode yet", validate, tmp_path / "empty")
     with pytest.raises(RuntimeError, match="no episode yet"), opened(tmp_path / "empty"):
         pass

@@ -9,6 +9,7 @@ import pytest
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.inspection import validate
+from tests.support.refusals import refuses
 
 
 def wrong(path):
@@ -242,7 +243,5 @@ def test_buffer_on_disk_is_validated_when_unused(tmp_path, transitions):
 
 def test_files_that_were_not_converted_are_refused(tmp_path, write_robomimic):
     path = write_robomimic(tmp_path / "a.hdf5")
-    with pytest.raises(ValueError, match="was not converted yet"):
-        validate(path)
-    with pytest.raises(FileNotFoundError, match="absent is not there"):
-        validate(tmp_path / "absent")
+    refuses(ValueError, "was not converted yet", validate, path)
+    refuses(FileNotFoundError, "absent is not there", validate, tmp_path / "absent")
