@@ -85,20 +85,18 @@ def test_calls_get_fresh_inputs_and_run_without_garbage_collection() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ImportError("no module named fast"), Unavailable("needs a newer torch")]
+    ("error", "reason"),
+    [
+        (ImportError("no module named fast"), "no module named fast"),
+        (Unavailable("needs a newer torch"), "needs a newer torch"),
+        (Mismatch("x differs"), "refused, it is not the same work: x differs"),
+    ],
 )
-def test_unavailable_contender_is_named_with_the_reason(error: Exception) -> None:
+def test_contender_that_cannot_be_timed_is_named(error: Exception, reason: str) -> None:
     log: list[tuple[str, Any]] = []
     found, absent = ready(Fake("ours", log), [Fake("gone", log, error), Fake("there", log)])
     assert list(found) == ["ours", "there"]
-    assert absent == {"gone": str(error)}
-
-
-def test_a_contender_with_wrong_values_is_refused_before_it_is_timed() -> None:
-    log: list[tuple[str, Any]] = []
-    found, absent = ready(Fake("ours", log), [Fake("wrong", log, Mismatch("x differs"))])
-    assert list(found) == ["ours"]
-    assert absent == {"wrong": "refused, it is not the same work: x differs"}
+    assert absent == {"gone": reason}
 
 
 def test_wrong_values_of_replaykit_end_the_measurement() -> None:

@@ -5,29 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import nn
 from torchrl.collectors import Collector
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
 
+from tests.torchrl_programs.networks import descend, normal_actor
 from tests.torchrl_programs.reach import make_env
 
 
 def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     env = make_env(points=16)
-    actor = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(
-                MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor()
-            ),
-            in_keys=["observation"],
-            out_keys=["loc", "scale"],
-        ),
-        in_keys=["loc", "scale"],
-        spec=env.action_spec_unbatched,
-        distribution_class=TanhNormal,
-    )
+    actor = normal_actor(env.action_spec_unbatched)
     optimizer = torch.optim.Adam(actor.parameters(), lr=5e-3)
     buffer = rl.TensorDictReplayBuffer(
         storage=rl.LazyTensorStorage(32),
@@ -47,9 +34,7 @@ def run(rl: Any) -> dict[str, list[float]]:
         for batch in buffer:
             distribution = actor.get_dist(batch)
             loss = -distribution.log_prob(batch["action"].clamp(-0.99, 0.99)).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, loss)
             losses.append(loss.item())
     collector.shutdown()
     assert least[1:] == sorted(least[1:])

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
-from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
+from torchrl.modules import AdditiveGaussianModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
 from tests.torchrl_programs.reach import make_env
 
 
@@ -19,17 +20,8 @@ class Learner:
 
     def __init__(self, env: Any) -> None:
         spec = env.action_spec_unbatched
-        actor = TensorDictSequential(
-            TensorDictModule(
-                MLP(in_features=1, out_features=1, num_cells=[32]),
-                in_keys=["observation"],
-                out_keys=["param"],
-            ),
-            TanhModule(in_keys=["param"], out_keys=["action"], spec=spec),
-        )
-        critic = ValueOperator(
-            MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-        )
+        actor = tanh_actor(spec)
+        critic = critic_of("observation", "action", size=2)
         self.policy = TensorDictSequential(
             actor, AdditiveGaussianModule(spec, sigma_init=0.3, sigma_end=0.3)
         )
@@ -45,9 +37,7 @@ class Learner:
     def step(self, batch: Any) -> float:
         terms = self.loss_module(batch)
         loss = terms["loss_actor"] + terms["loss_value"]
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        descend(self.optimizer, loss)
         self.update_target.step()
         return float(loss)
 

@@ -6,12 +6,13 @@ import tempfile
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import RandomCropTensorDict
-from torchrl.modules import MLP, OrnsteinUhlenbeckProcessModule, TanhModule, ValueOperator
+from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.objectives import DDPGLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
 from tests.torchrl_programs.reach import make_env
 
 
@@ -33,17 +34,8 @@ def make_buffer(rl: Any, folder: str, prioritized: bool) -> Any:
 def train(rl: Any, prioritized: bool) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     env = make_env()
-    actor = TensorDictSequential(
-        TensorDictModule(
-            MLP(in_features=1, out_features=1, num_cells=[32]),
-            in_keys=["observation"],
-            out_keys=["param"],
-        ),
-        TanhModule(in_keys=["param"], out_keys=["action"], spec=env.action_spec_unbatched),
-    )
-    critic = ValueOperator(
-        MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-    )
+    actor = tanh_actor(env.action_spec_unbatched)
+    critic = critic_of("observation", "action", size=2)
     loss_module = DDPGLoss(actor, critic, loss_function="smooth_l1", delay_actor=True)
     loss_module.make_value_estimator(gamma=0.9)
     update_target = SoftUpdate(loss_module, tau=0.05)
@@ -75,9 +67,7 @@ def train(rl: Any, prioritized: bool) -> tuple[list[float], list[float]]:
                 assert batch.shape == (16, 5)
                 terms = loss_module(batch)
                 loss = terms["loss_actor"] + terms["loss_value"]
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
                 update_target.step()
                 if prioritized:
                     buffer.update_tensordict_priority(batch)

@@ -22,6 +22,7 @@ from torchrl.envs import (
 from torchrl.modules import ProbabilisticActor, TanhDelta
 from torchrl.objectives import DTLoss
 
+from tests.torchrl_programs.networks import descend
 from tests.torchrl_programs.rollouts import logged
 
 
@@ -106,8 +107,6 @@ def run(rl: Any) -> dict[str, list[float]]:
     for _ in range(60):
         batch = buffer.sample()
         loss = loss_module(batch)["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         losses.append(loss.item())
     return {"loss": losses}

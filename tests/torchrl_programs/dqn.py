@@ -11,6 +11,8 @@ from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, StepCounter, T
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import descend
+
 
 def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
@@ -53,9 +55,7 @@ def run(rl: Any) -> dict[str, list[float]]:
             continue
         for _ in range(20):
             loss = loss_module(buffer.sample())["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, loss)
             update_target.step()
             losses.append(loss.item())
         collector.update_policy_weights_()

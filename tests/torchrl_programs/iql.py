@@ -7,36 +7,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import nn
 from torchrl.data import Bounded
 from torchrl.envs import DoubleToFloat, RewardScaling
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import IQLLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import critic_of, descend, normal_actor
 from tests.torchrl_programs.rollouts import logged
 
 
 def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
-    actor = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(
-                MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor()
-            ),
-            in_keys=["observation"],
-            out_keys=["loc", "scale"],
-        ),
-        in_keys=["loc", "scale"],
-        spec=Bounded(-1.0, 1.0, (1,)),
-        distribution_class=TanhNormal,
-    )
-    qvalue = ValueOperator(
-        MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-    )
-    value = ValueOperator(
-        MLP(in_features=1, out_features=1, num_cells=[32]), in_keys=["observation"]
-    )
+    actor = normal_actor(Bounded(-1.0, 1.0, (1,)))
+    qvalue = critic_of("observation", "action", size=2)
+    value = critic_of("observation")
     loss_module = IQLLoss(
         actor, qvalue, value_network=value, temperature=5.0, expectile=0.8, loss_function="l2"
     )
@@ -59,9 +42,7 @@ def run(rl: Any) -> dict[str, list[float]]:
             assert batch["observation"].dtype == torch.float32
             terms = loss_module(batch)
             loss = terms["loss_actor"] + terms["loss_qvalue"] + terms["loss_value"]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, loss)
             update_target.step()
             losses.append(loss.item())
         del buffer

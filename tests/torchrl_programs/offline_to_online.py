@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import Compose, DoubleToFloat, RewardScaling
-from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
+from torchrl.modules import AdditiveGaussianModule
 from torchrl.objectives import SoftUpdate, TD3BCLoss
 
+from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
 from tests.torchrl_programs.reach import make_env
 from tests.torchrl_programs.rollouts import logged
 
@@ -19,17 +20,8 @@ def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     env = make_env()
     spec = env.action_spec_unbatched
-    actor = TensorDictSequential(
-        TensorDictModule(
-            MLP(in_features=1, out_features=1, num_cells=[32]),
-            in_keys=["observation"],
-            out_keys=["param"],
-        ),
-        TanhModule(in_keys=["param"], out_keys=["action"], spec=spec),
-    )
-    critic = ValueOperator(
-        MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-    )
+    actor = tanh_actor(spec)
+    critic = critic_of("observation", "action", size=2)
     loss_module = TD3BCLoss(actor, critic, action_spec=spec, alpha=1.0, delay_actor=True)
     loss_module.make_value_estimator(gamma=0.9)
     update_target = SoftUpdate(loss_module, tau=0.02)
@@ -71,9 +63,7 @@ def run(rl: Any) -> dict[str, list[float]]:
             assert batch.shape == (64,)
             value_loss, _ = loss_module.qvalue_loss(batch)
             actor_loss, _ = loss_module.actor_loss(batch)
-            optimizer.zero_grad()
-            (value_loss + actor_loss).backward()
-            optimizer.step()
+            descend(optimizer, value_loss + actor_loss)
             update_target.step()
             losses.append(value_loss.item())
         collector.update_policy_weights_()

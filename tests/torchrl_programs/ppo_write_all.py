@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import nn
 from torchrl.collectors import Collector
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
+from tests.torchrl_programs.networks import critic_of, normal_actor
 from tests.torchrl_programs.reach import make_env
 
 
@@ -19,23 +17,12 @@ def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     env = make_env(points=16)
     spec = env.action_spec_unbatched
-    actor = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(
-                MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor()
-            ),
-            in_keys=["observation"],
-            out_keys=["loc", "scale"],
-        ),
-        in_keys=["loc", "scale"],
-        spec=spec,
-        distribution_class=TanhNormal,
+    actor = normal_actor(
+        spec,
         distribution_kwargs={"low": spec.space.low, "high": spec.space.high},
         return_log_prob=True,
     )
-    critic = ValueOperator(
-        MLP(in_features=1, out_features=1, num_cells=[32]), in_keys=["observation"]
-    )
+    critic = critic_of("observation")
     advantage = GAE(gamma=0.9, lmbda=0.9, value_network=critic, average_gae=True)
     loss_module = ClipPPOLoss(actor, critic, clip_epsilon=0.2, entropy_coeff=1e-3)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-2)

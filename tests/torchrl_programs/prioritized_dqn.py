@@ -20,6 +20,7 @@ from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate
 
 import replaykit
+from tests.torchrl_programs.networks import descend
 
 
 def check_stored(buffer: Any, batch: Any) -> None:
@@ -77,9 +78,7 @@ def run(rl: Any) -> dict[str, list[float]]:
         for _ in range(10):
             batch = buffer.sample()
             loss = loss_module(batch)["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, loss)
             update_target.step()
             buffer.update_tensordict_priority(batch)
             if rl is replaykit:

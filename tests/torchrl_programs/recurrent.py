@@ -19,6 +19,8 @@ from torchrl.envs import (
 from torchrl.modules import MLP, EGreedyModule, LSTMModule, QValueModule, set_recurrent_mode
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import descend
+
 
 def make_buffers(rl: Any) -> dict[str, Any]:
     """Make the usual ways to give an LSTM sequences."""
@@ -98,9 +100,7 @@ def run(rl: Any) -> dict[str, list[float]]:
                     assert (batch["step_count"].diff(dim=1) == 1).all()
                 with set_recurrent_mode(True):
                     loss = loss_module(batch)["loss"]
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
                 update_target.step()
                 losses[name].append(loss.item())
     collector.shutdown()

@@ -12,6 +12,8 @@ from torchrl.envs import GymEnv, StepCounter, TransformedEnv
 from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import descend
+
 
 class Run:
     """All that a training script holds."""
@@ -54,9 +56,7 @@ class Run:
         losses = []
         for _ in range(updates):
             loss = self.loss_module(self.buffer.sample())["loss"]
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            descend(self.optimizer, loss)
             self.update_target.step()
             losses.append(loss.item())
         return losses

@@ -6,33 +6,18 @@ import tempfile
 from typing import Any
 
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
-from torch import nn
 from torchrl.collectors import Collector
-from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from tests.torchrl_programs.networks import critic_of, descend, normal_actor
 from tests.torchrl_programs.reach import make_env
 
 
 def run(rl: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     env = make_env()
-    actor = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(
-                MLP(in_features=1, out_features=2, num_cells=[32]), NormalParamExtractor()
-            ),
-            in_keys=["observation"],
-            out_keys=["loc", "scale"],
-        ),
-        in_keys=["loc", "scale"],
-        spec=env.action_spec,
-        distribution_class=TanhNormal,
-    )
-    critic = ValueOperator(
-        MLP(in_features=2, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-    )
+    actor = normal_actor(env.action_spec)
+    critic = critic_of("observation", "action", size=2)
     loss_module = SACLoss(
         actor, critic, num_qvalue_nets=2, target_entropy=-1.0, action_spec=env.action_spec
     )
@@ -61,9 +46,7 @@ def run(rl: Any) -> dict[str, list[float]]:
                 batch = buffer.sample()
                 terms = loss_module(batch)
                 loss = terms["loss_actor"] + terms["loss_qvalue"] + terms["loss_alpha"]
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                descend(optimizer, loss)
                 update_target.step()
                 buffer.update_tensordict_priority(batch)
                 losses.append(loss.item())

@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.collectors import MultiSyncCollector
 from torchrl.modules import MLP
 
+from tests.torchrl_programs.networks import descend
 from tests.torchrl_programs.reach import make_env
 
 
@@ -37,9 +38,7 @@ def run(rl: Any) -> dict[str, list[float]]:
         for _ in range(10):
             batch = buffer.sample()
             loss = (value(batch["observation"]) - batch["next", "reward"]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            descend(optimizer, loss)
             losses.append(loss.item())
     collector.shutdown()
     return {"loss": losses}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import (
     Compose,
@@ -17,8 +17,10 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
-from torchrl.modules import MLP, AdditiveGaussianModule, TanhModule, ValueOperator
+from torchrl.modules import AdditiveGaussianModule
 from torchrl.objectives import SoftUpdate, TD3Loss
+
+from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
 
 
 def run(rl: Any) -> dict[str, list[float]]:
@@ -28,17 +30,8 @@ def run(rl: Any) -> dict[str, list[float]]:
         Compose(InitTracker(), DoubleToFloat(), StepCounter(200), RewardSum()),
     )
     env.set_seed(0)
-    actor = TensorDictSequential(
-        TensorDictModule(
-            MLP(in_features=3, out_features=1, num_cells=[32]),
-            in_keys=["observation"],
-            out_keys=["param"],
-        ),
-        TanhModule(in_keys=["param"], out_keys=["action"], spec=env.action_spec),
-    )
-    critic = ValueOperator(
-        MLP(in_features=4, out_features=1, num_cells=[32]), in_keys=["observation", "action"]
-    )
+    actor = tanh_actor(env.action_spec, 3)
+    critic = critic_of("observation", "action", size=4)
     loss_module = TD3Loss(
         actor,
         critic,
@@ -76,15 +69,11 @@ def run(rl: Any) -> dict[str, list[float]]:
         for _ in range(15):
             batch = buffer.sample()
             loss, *_ = loss_module.value_loss(batch)
-            critic_optimizer.zero_grad()
-            loss.backward()
-            critic_optimizer.step()
+            descend(critic_optimizer, loss)
             losses.append(loss.item())
             if len(losses) % 2 == 0:
                 actor_loss, _ = loss_module.actor_loss(batch)
-                actor_optimizer.zero_grad()
-                actor_loss.backward()
-                actor_optimizer.step()
+                descend(actor_optimizer, actor_loss)
                 update_target.step()
         noise.step(100)
         collector.update_policy_weights_()

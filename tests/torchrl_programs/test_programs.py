@@ -165,7 +165,7 @@ def test_a_compiled_update_samples_and_gives_priorities_back(torchrl_names: Any)
 
 def test_every_program_is_run() -> None:
     here = Path(__file__).parent
-    parts = {"conftest", "plain_trees", "reach", "rollouts"}
+    parts = {"conftest", "networks", "plain_trees", "reach", "rollouts"}
     programs = {path.stem for path in here.glob("*.py") if path.stem[:5] != "test_"} - parts
     assert programs == {*LEARNS, *LEARNS_SLOWLY, "several_processes", "compiled_dqn"}
 
