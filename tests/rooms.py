@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "replaykit"
@@ -44,3 +47,14 @@ def pages() -> list[Path]:
     return sorted(
         page for page in docs.rglob("*.md") if page.relative_to(docs).parts[0] not in SITE_FOLDERS
     )
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a script of ``docs``, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module
+    spec.loader.exec_module(module)
+    return module

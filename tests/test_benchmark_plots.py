@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 from PIL import ImageFont
 
-from tests.rooms import ROOT
+from tests.rooms import ROOT, load_script
 from tests.support.refusals import refuses
 
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "benchmark_plots", ROOT / "docs" / "benchmark_plots.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
-
-
-plots = _loaded()
+plots = load_script("benchmark_plots")
 TABLES = plots.read_tables(RESULTS)
 PLOTS = {name: svg for table in TABLES for name, svg in plots.table_plots(table).items()}
 ALL = {**PLOTS, "speed": (ROOT / "docs" / "speed.svg").read_text("utf-8")}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,24 +17,13 @@ import pytest
 
 import replaykit.datasets
 from replaykit import registry
-from tests.rooms import ROOT
+from tests.rooms import ROOT, load_script
 from tests.support.refusals import refuses
 
 SHARED = ROOT.parent / "shared" / "data"
 
 
-def _loaded() -> ModuleType:
-    path = ROOT / "docs" / "datasets_pages.py"
-    spec = importlib.util.spec_from_file_location("datasets_pages", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
-
-
-pages = _loaded()
+pages = load_script("datasets_pages")
 STATISTICS: dict[str, list[dict[str, Any]]] = json.loads(pages.STATISTICS.read_text("utf-8"))
 FILES = [(family, entry) for family, files in STATISTICS.items() for entry in files]
 families = pages.families
