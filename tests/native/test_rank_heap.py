@@ -1,4 +1,4 @@
-"""Which slot the next record takes when only the largest ranks are kept: core and reference."""
+"""Which slot the next record takes when only the largest ranks are kept: against a sorted list."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replaykit.native as native
-from tests.native import reference
-
-HEAPS = {"reference": reference.RankHeap, "core": native.RankHeap}
-
-
-@pytest.fixture(params=HEAPS)
-def heap_class(request: pytest.FixtureRequest) -> Any:
-    return HEAPS[request.param]
 
 
 def offer(heap: Any, ranks: list[float]) -> list[int]:
@@ -59,6 +51,7 @@ class SortedModel:
         return [rank for rank, _, _ in by_slot], [-age for _, age, _ in by_slot]
 
 
+RankHeap: Any = native.RankHeap
 RANKS = st.one_of(
     st.integers(-3, 3).map(float),  # ties are common
     st.floats(allow_nan=False),
@@ -66,62 +59,33 @@ RANKS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", HEAPS)
 @pytest.mark.pitfall("WR17")
-def test_offers_equal_a_sorted_list(name: str) -> None:
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.lists(st.lists(RANKS, max_size=12), max_size=6), st.booleans())
+def test_offers_equal_a_sorted_list(
+    capacity: int, batches: list[list[float]], reload: bool
+) -> None:
     """WR17: any batches, across a save and a load, ties and infinities included."""
-
-    @settings(max_examples=150, deadline=None, derandomize=True)
-    @given(st.integers(1, 8), st.lists(st.lists(RANKS, max_size=12), max_size=6), st.booleans())
-    def check(capacity: int, batches: list[list[float]], reload: bool) -> None:
-        heap, model = HEAPS[name](capacity), SortedModel(capacity)
-        for batch in batches:
-            assert offer(heap, batch) == [model.offer(rank) for rank in batch]
-            assert content(heap) == model.content()
-            assert len(heap) == len(model.kept)
-            if reload:
-                ranks, ages = content(heap)
-                other = HEAPS[name](capacity)
-                other.assign(np.array(ranks), np.array(ages, dtype=np.int64), model.age)
-                heap = other
-
-    check()
+    heap, model = RankHeap(capacity), SortedModel(capacity)
+    for batch in batches:
+        assert offer(heap, batch) == [model.offer(rank) for rank in batch]
+        assert content(heap) == model.content()
+        assert (len(heap), heap.capacity) == (len(model.kept), capacity)
+        if reload:
+            ranks, ages = content(heap)
+            heap = RankHeap(capacity)
+            heap.assign(np.array(ranks), np.array(ages, dtype=np.int64), model.age)
 
 
-def test_ten_thousand_ranks_in_batches_above_the_release_of_the_lock(heap_class: Any) -> None:
+def test_ten_thousand_ranks_in_batches_above_the_release_of_the_lock() -> None:
     generator = np.random.default_rng(0)
     ranks = generator.integers(0, 300, 10_000).astype(np.float64)
-    heap, model = heap_class(500), SortedModel(500)
+    heap, model = RankHeap(500), SortedModel(500)
     for start in range(0, 10_000, 2_500):
         batch = ranks[start : start + 2_500].tolist()
         assert offer(heap, batch) == [model.offer(rank) for rank in batch]
     assert content(heap) == model.content()
     assert sorted(content(heap)[0]) == sorted(ranks.tolist())[-500:]
-
-
-def test_offers_give_the_documented_slots(heap_class: Any) -> None:
-    """Capacity 3, ranks 1, 5, 2, 3, 0: slots 0, 1, 2, then 3 displaces 1; 0 is refused."""
-    heap = heap_class(3)
-    assert offer(heap, [1, 5, 2, 3, 0]) == [0, 1, 2, 0, -1]
-    assert content(heap) == ([3.0, 5.0, 2.0], [3, 1, 2])
-
-
-def test_among_equals_the_older_record_stays(heap_class: Any) -> None:
-    heap = heap_class(2)
-    assert offer(heap, [1, 1, 1]) == [0, 1, -1]
-    assert offer(heap, [2, 2]) == [1, 0]  # the younger of the ones goes first
-    assert content(heap) == ([2.0, 2.0], [3, 2])
-
-
-def test_heap_of_one_slot_keeps_the_largest_rank(heap_class: Any) -> None:
-    heap = heap_class(1)
-    assert offer(heap, [-math.inf, -math.inf, 0, 0, math.inf, math.inf]) == [0, -1, 0, -1, 0, -1]
-
-
-def test_an_empty_offer_changes_nothing(heap_class: Any) -> None:
-    heap = heap_class(3)
-    assert offer(heap, []) == []
-    assert (len(heap), heap.capacity) == (0, 3)
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -182,15 +146,15 @@ ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_bad_input_is_refused_in_the_same_words(heap_class: Any, case: str) -> None:
+def test_bad_input_is_refused(case: str) -> None:
     call, message = ERRORS[case]
     with pytest.raises(ValueError) as caught:
-        call(heap_class)
+        call(RankHeap)
     assert str(caught.value) == message
 
 
-def test_a_refused_offer_changes_nothing(heap_class: Any) -> None:
-    heap = heap_class(3)
+def test_a_refused_offer_changes_nothing() -> None:
+    heap = RankHeap(3)
     offer(heap, [1, 2, 3])
     before = content(heap)
     with pytest.raises(ValueError, match="NaN at position 2"):
@@ -214,7 +178,7 @@ def test_a_refused_offer_changes_nothing(heap_class: Any) -> None:
 def test_the_core_takes_arrays_as_they_are_or_not_at_all(ranks: Any, slots: Any) -> None:
     """A converted copy of an output would lose its result without a word."""
     with pytest.raises(TypeError):
-        native.RankHeap(2).offer(ranks, slots)
+        RankHeap(2).offer(ranks, slots)
 
 
 # -- loading --------------------------------------------------------------------------------------
