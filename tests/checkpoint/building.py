@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, SamplerWithoutReplacement
 from replaykit.episodes.boundaries import RESTORED
+from tests.checkpoint.values import plain
 
 
 def make(filled: int = 0, *, capacity: int = 8, seed: int = 0, start: int = 0) -> ReplayBuffer:
@@ -45,19 +46,9 @@ def flipped(content: bytes, every: int) -> list[bytes]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), value.tolist())
-    if isinstance(value, TensorDict):
-        return _plain(value.to_dict())
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
 def state_of(buffer: ReplayBuffer) -> Any:
     """Return everything that can be seen of a buffer of `make`, as plain values that compare."""
-    return copy.deepcopy(_plain({**buffer.state_dict(), "capacity": buffer.storage.max_size}))
+    return copy.deepcopy(plain({**buffer.state_dict(), "capacity": buffer.storage.max_size}))
 
 
 def restarted(state: Any) -> Any:

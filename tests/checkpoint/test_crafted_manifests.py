@@ -54,11 +54,11 @@ def _deep(levels: int, kind: str) -> Any:
     return value
 
 
+NAME = "data-0123456789ab-00000.bin"
 LEDGER = ("parts", "writer", "_ledger")
-
-
 GROUP = ("parts", "storage", "groups", 0)
 SCHEMA = (*GROUP, "schema")
+PIECE = ("tensors", "t0", "pieces", 0)
 
 
 CRAFTED = [
@@ -72,6 +72,12 @@ CRAFTED = [
     _file("data-0123456789ab-00000.bin", {"size": True, "crc32": 0}),
     _file("data-0123456789ab-00000.bin", {"size": 10**18, "crc32": 0}),
     _file("data-0123456789ab-00000.bin", 5),
+    *[
+        _set("files", name, value={"size": 0, "crc32": 0})
+        for name in (f"{NAME}\0", f"{NAME}\n", f"./{NAME}")
+    ],
+    *[_set("version", value=v) for v in (0, True, 10**30, "3")],
+    *[_set("save", value=v) for v in (None, ["x"])],
     *[_drop(name) for name in ("format", "format_version", "files", "tensors", "parts")],
     *[_set("format_version", value=v) for v in (0, -1, "1", None, True, 1.0)],
     _set("format", value="another-checkpoint"),
@@ -102,6 +108,10 @@ CRAFTED = [
     _set("tensors", "t0", "shape", value=[2**62, 2**62]),
     _set("tensors", "t0", "shape", value=[10**9]),
     _set("tensors", "t0", "pieces", value=[["data-0123456789ab-00000.bin", 0, 8]]),
+    _set("tensors", "t0", "pieces", value=[]),
+    *[_set(*PIECE, 0, value=v) for v in ("manifest.json", ["x"])],
+    *[_set(*PIECE, 1, value=v) for v in (-8, 1, 10**15)],
+    *[_set(*PIECE, 2, value=v) for v in (-1, 7, 2**62)],
     _set("parts", "writer", "_kind", value="max_value"),
     _set(*LEDGER, "positions", value=[1, 2]),
     _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater
 from replaykit.errors import CheckpointError
 from replaykit.storages.content import Content
@@ -250,29 +249,6 @@ def test_another_checkpoint_can_be_loaded_over_an_inconsistent_one(
     assert equal(mapped[:], filled[:])
 
 
-def test_ensemble_members_read_their_tables_when_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ensemble(count: int = 0) -> ReplayBufferEnsemble:
-        members = make("ring"), make("streams")
-        for member, kind in zip(members, ("ring", "streams"), strict=True):
-            if count:
-                member.extend(rows(kind, 0, count))
-        generator = torch.Generator().manual_seed(0)
-        return ReplayBufferEnsemble(*members, batch_size=32, generator=generator)
-
-    filled = ensemble(200)
-    filled.dumps(tmp_path)
-    made, read = [], ReadLater.read
-    monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
-    mapped = ensemble()
-    mapped.loads(tmp_path, mmap=True)
-    assert not made
-    for _ in range(3):
-        assert equal(mapped.sample(), filled.sample())
-    assert len(made) == 2  # the references of each member
-
-
 @pytest.mark.parametrize("kind", ["ring", "streams"])
 def test_a_column_reads_its_tables_when_it_is_read(kind: str, tmp_path: Path) -> None:
     filled = make(kind)
@@ -315,17 +291,18 @@ def test_mapped_load_into_a_larger_capacity_equals_a_plain_load(kind: str, tmp_p
 @pytest.mark.parametrize(
     ("saved", "kind", "options", "message"),
     [
-        ("ring", "ring", {"dedup_next": False}, "was stored once"),
-        ("ring", "some keys", {}, "state.*was stored once"),
-        ("some keys", "ring", {}, "state.*which is stored in every row there"),
-        ("ring", "ring", {"slots": 100}, "the saved capacity"),
+        ({}, "ring", {"dedup_next": False}, "was stored once"),
+        ({}, "some keys", {}, "state.*was stored once"),
+        (KINDS["some keys"], "ring", {}, "state.*which is stored in every row there"),
+        ({"dedup_next": False}, "ring", {}, "which is stored in every row there"),
+        ({}, "ring", {"slots": 100}, "the saved capacity"),
     ],
 )
 def test_checkpoints_of_another_dedup_layout_are_refused(
-    saved: str, kind: str, options: dict[str, Any], message: str, tmp_path: Path
+    saved: dict[str, Any], kind: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    filled = make(saved)
-    filled.extend(rows(saved, 0, 150))
+    filled = make("ring", **saved)
+    filled.extend(rows("ring", 0, 150))
     filled.dumps(tmp_path)
     buffer = make(kind, **options)
     with pytest.raises(ValueError, match=message):
@@ -333,33 +310,3 @@ def test_checkpoints_of_another_dedup_layout_are_refused(
     assert not buffer.storage.initialized
     buffer.extend(rows(kind, 0, 10))
     assert len(buffer) == 10
-
-
-def test_a_dense_checkpoint_is_refused_by_a_storage_that_stores_once(tmp_path: Path) -> None:
-    filled = make("ring", dedup_next=False)
-    filled.extend(rows("ring", 0, 150))
-    filled.dumps(tmp_path)
-    with pytest.raises(ValueError, match="which is stored in every row there"):
-        make("ring").loads(tmp_path, mmap=True)
-
-
-def test_deduplicated_rows_open_in_a_fifth_of_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    count = 300_000
-    number = torch.arange(count)
-    state = number[:, None].expand(count, 30).float()
-    following = {"state": state + 1, "done": (number % 100 == 99)[:, None]}
-    filled = make("ring", count)
-    filled.extend(TensorDict({"state": state, "next": following}, [count]))
-    filled.dumps(tmp_path)
-    taken = []
-    for _ in range(3):
-        mapped = make("ring", count)
-        start = time.perf_counter()
-        mapped.loads(tmp_path, mmap=True)
-        taken.append(time.perf_counter() - start)
-    assert min(taken) < 0.2
-    batch = mapped.sample()
-    assert torch.equal(batch["next", "state"], batch["state"] + 1)

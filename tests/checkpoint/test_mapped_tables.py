@@ -339,7 +339,7 @@ def test_an_older_checkpoint_of_rings_of_streams_is_read(tmp_path: Path, forge: 
 
 
 def test_members_of_an_ensemble_are_opened_unread(tmp_path: Path, read: list[Any]):
-    kinds = [KINDS["lanes"], KINDS["ranked"], KINDS["placed"]]
+    kinds = [KINDS["lanes"], KINDS["ranked"], KINDS["placed"], KINDS["lanes once"]]
 
     def ensemble(*members: ReplayBuffer) -> ReplayBufferEnsemble:
         return ReplayBufferEnsemble(

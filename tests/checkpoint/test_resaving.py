@@ -27,7 +27,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.checkpoint import checkpoint_writer, chunks, dirty_chunks
-from tests.checkpoint.values import plain
+from tests.checkpoint.values import plain, state_of
 from tests.support.refusals import refuses
 
 CAPACITY = 60
@@ -75,13 +75,6 @@ def make(storage: Any, seed: int = 0) -> ReplayBuffer:
         generator=torch.Generator().manual_seed(seed),
         batch_size=4,
     )
-
-
-def state_of(buffer: ReplayBuffer) -> Any:
-    """Everything, but for the mark that a load leaves where an episode was being written."""
-    state = buffer.state_dict()
-    state["_writer"] = {key: item for key, item in state["_writer"].items() if key != "_episodes"}
-    return plain(state)
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, most: int = 4096) -> None:
@@ -413,6 +406,7 @@ class Gate:
         monkeypatch.setattr(chunks.ChunkWriter, "_append", gated)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("resaved", [False, True])

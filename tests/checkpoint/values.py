@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-__all__ = ["plain"]
+from replaykit import ReplayBuffer
+
+__all__ = ["plain", "state_of"]
 
 
 def plain(value: Any) -> Any:
@@ -19,3 +21,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def state_of(buffer: ReplayBuffer) -> Any:
+    """Everything, but for the mark that a load leaves where an episode was being written."""
+    state = buffer.state_dict()
+    state["_writer"] = {key: item for key, item in state["_writer"].items() if key != "_episodes"}
+    return plain(state)
