@@ -28,15 +28,10 @@ from replaykit.errors import CheckpointError
 from replaykit.recovery.journal import MappedFile, States
 from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.columns import Columns
+from tests.storages.test_recoverable import rows
 from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    wide = number[:, None].expand(count, 3000).to(torch.uint8).contiguous()
-    return TensorDict({"number": number, "wide": wide, "next": {"done": number % 4 == 3}}, [count])
 
 
 def opened(folder: Path, size: int = 10, *, alpha: float = 1.0, **options: Any) -> ReplayBuffer:
@@ -201,14 +196,6 @@ def test_a_first_write_that_found_no_room_can_be_made_again(
     assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
 
 
-def test_foreign_files_are_left_alone_on_repeated_attempts(tmp_path: Path) -> None:
-    other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
-    other.extend(rows(0, 3))
-    for _ in range(2):
-        refuses(RuntimeError, r"records\.memmap", opened(tmp_path).extend, rows(5, 3))
-    assert other["number"].tolist() == [0, 1, 2]
-
-
 def and_then_interrupted(real: Any) -> Any:
     def call(*args: Any, **options: Any) -> None:
         real(*args, **options)
@@ -300,20 +287,6 @@ def test_a_write_that_is_interrupted_takes_no_earlier_one_with_it(
 # -- parts ------------------------------------------------------------------------------------
 
 
-def test_priorities_of_a_replacing_sampler_are_kept(tmp_path: Path) -> None:
-    rb = opened(tmp_path)
-    rb.extend(rows(0, 6))
-    rb.update_priority(torch.tensor([1]), torch.tensor([7.0]))
-    before = rb.set_sampler(PrioritizedSampler(alpha=0.5, beta=1.0))
-    rb.update_priority(torch.tensor([2]), torch.tensor([9.0]))
-    rb.set_writer(RoundRobinWriter())
-    rb.extend(rows(6, 2))
-    del before, rb
-    again = opened(tmp_path)
-    assert priorities(again) == [1, 1, 9, 1, 1, 1, 9, 9]
-    assert again.write_count == 2
-
-
 def test_priorities_set_before_an_exception_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,42 +373,6 @@ def test_priorities_are_not_restored_after_empty(tmp_path: Path) -> None:
 
 
 # -- files ------------------------------------------------------------------------------------
-
-
-FILES = ["state-0.bin", "state-1.bin", "journal.bin", "table-8-8.bin"]
-HARMS = ["gone", "empty", "short", "link"]
-
-
-@pytest.mark.parametrize(
-    ("file", "harm"),
-    [
-        # Each file and each harm at once; all of them together take long.
-        pytest.param(file, harm, marks=[] if i == j or not j else [pytest.mark.long])
-        for i, file in enumerate(FILES)
-        for j, harm in enumerate(HARMS)
-    ],
-)
-def test_a_file_of_the_bookkeeping_that_is_missing_is_named(
-    tmp_path: Path, file: str, harm: str
-) -> None:
-    rb = opened(tmp_path)
-    rb.extend(rows(0, 3))
-    del rb
-    gc.collect()
-    path = tmp_path / "%recovery" / file
-    content = path.read_bytes()
-    path.unlink()
-    if harm == "empty":
-        path.touch()
-    elif harm == "short":
-        path.write_bytes(content[:20])
-    elif harm == "link":
-        (tmp_path / "elsewhere").write_bytes(content)
-        path.symlink_to(tmp_path / "elsewhere")
-    refuses(CheckpointError, file, opened, tmp_path)
-    path.unlink(missing_ok=True)
-    path.write_bytes(content)
-    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]  # who was refused changed nothing
 
 
 @needs_fork

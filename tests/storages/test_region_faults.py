@@ -114,12 +114,7 @@ def _dies_after_a_clear(folder: Path) -> None:
 
 
 def test_a_kill_after_a_clear_and_a_placed_write_loses_no_row(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_dies_after_a_clear, args=(tmp_path,)
-    )
-    process.start()
-    process.join()
-    assert process.exitcode == 9
+    _in_another_process(_dies_after_a_clear, tmp_path, status=9)
     rb = _kept(tmp_path)
     assert rb["x"].tolist() == [0, 100, 101, 3, 4, 5]
     assert rb.storage.ledger.positions(torch.arange(6)).tolist() == [0, 6, 7, 3, 4, 5]
@@ -153,11 +148,11 @@ def _extends(rb: ReplayBuffer, first: int, times: int, count: int) -> None:
         rb.extend(_rows(first + turn * count, first + (turn + 1) * count))
 
 
-def _in_another_process(target: Callable[..., None], *args: Any) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+def _in_another_process(target: Callable[..., None], *args: Any, status: int = 0) -> None:
+    process = multiprocessing.get_context("fork").Process(target=target, args=args)
     process.start()
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == status
 
 
 def test_a_failed_placed_write_leaves_no_private_table(
