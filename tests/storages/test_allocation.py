@@ -14,10 +14,8 @@ from replaykit.storages import memory
 from replaykit.storages.memory import (
     allocate,
     available_memory,
-    column_shapes,
     format_bytes,
 )
-from replaykit.storages.records import plan_records
 
 CPU = torch.device("cpu")
 
@@ -25,28 +23,6 @@ CPU = torch.device("cpu")
 def _schema() -> Schema:
     rows = split_leaves({"x": torch.zeros(1, 3), "y": torch.zeros(1, 0, dtype=torch.int8)}, 1)
     return Schema(rows.root)
-
-
-def test_columns_are_slots_by_lanes_by_features() -> None:
-    assert column_shapes(_schema(), 5, torch.Size([2]), None) == {
-        ("x",): (5, 2, 3),
-        ("y",): (5, 2, 0),
-    }
-    columns, records = allocate(_schema(), 5, torch.Size([2]), CPU, None)
-    assert records is None
-    assert {path: (c.shape, c.dtype) for path, c in columns.items()} == {
-        ("x",): ((5, 2, 3), torch.float32),
-        ("y",): ((5, 2, 0), torch.int8),
-    }
-
-
-def test_records_are_slots_by_lanes_by_bytes() -> None:
-    rows = split_leaves({"x": torch.zeros(1, 3), "y": torch.zeros(1, 2, dtype=torch.int8)}, 1)
-    schema = Schema(rows.root)
-    columns, records = allocate(schema, 5, torch.Size([2]), CPU, plan_records(schema))
-    assert columns == {}
-    assert records is not None
-    assert (records.shape, records.dtype) == ((5, 2, 16), torch.uint8)  # 14 bytes, by fours
 
 
 @pytest.mark.pitfall("WR19")
@@ -70,17 +46,6 @@ def test_an_over_large_request_is_refused_before_memory_is_taken(
     monkeypatch.undo()
     assert rb.storage.schema is None
     assert (len(rb), rb.write_count, rb.storage.max_size) == (0, 0, 2**45)
-
-
-@pytest.mark.pitfall("WR19")
-def test_petabyte_request_is_refused_with_available_memory(make_rows: Any) -> None:
-    """The real numbers of this machine, through to the message."""
-    free = available_memory(CPU)
-    assert free is not None
-    assert 2**20 < free < 2**50
-    rb = ReplayBuffer(storage=LazyTensorStorage(2**50))
-    with pytest.raises(MemoryError, match=r"needs 32\.0 PiB on cpu, .*iB are available"):
-        rb.add(make_rows(0, 1)[0])
 
 
 def test_allocation_that_just_fits_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +117,8 @@ def test_the_memory_of_the_machine_is_found_without_proc(monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "open", missing, raising=False)
     free = memory._free_of_machine()
     assert free is None or free > 2**20
+    monkeypatch.undo()
+    assert 2**20 < (available_memory(CPU) or 0) < 2**50
 
 
 @pytest.mark.parametrize(

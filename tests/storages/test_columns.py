@@ -5,26 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
-from replaykit.errors import SchemaError
-from replaykit.schema import Schema, split_leaves
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
 from replaykit.storages.memory import carried
 from tests.support.refusals import refuses
-
-
-def _columns(data: Any, ndim: int = 1) -> Columns:
-    rows = split_leaves(data, ndim)
-    return Columns(Schema(rows.root), rows.leaves, ndim)
-
 
 # -- dtypes and values ----------------------------------------------------------------------------
 
@@ -95,16 +84,6 @@ def test_every_dtype_keeps_its_bits(column_kind: Any, fingerprint: Any, dtype: t
     assert bits(rb[:]["x"]) == fingerprint(expected)
 
 
-def test_features_without_elements_are_kept(column_kind: Any) -> None:
-    row = TensorDict({"none": torch.zeros(0, 3), "x": torch.zeros(())}, [])
-    rb = column_kind.buffer(4, row, batch_size=8)
-    rb.extend(torch.stack([row] * 6))
-    assert rb[:]["none"].shape == (4, 0, 3)
-    assert rb.sample()["none"].shape == (8, 0, 3)
-    with pytest.raises(SchemaError, match=r"expected float32 \[0, 3\], got float32 \[0, 2\]"):
-        rb.add(TensorDict({"none": torch.zeros(0, 2), "x": torch.zeros(())}, []))
-
-
 def test_conjugates_and_negatives_are_stored_as_values(column_kind: Any) -> None:
     z = torch.tensor([1 + 2j, 3 - 1j])
     rows = TensorDict({"z": z.conj(), "y": z.conj().imag}, [2])
@@ -125,56 +104,6 @@ def test_gradients_stay_outside(storage_kind: Any) -> None:
 
 
 # -- gather, view, scatter ------------------------------------------------------------------------
-
-
-def test_gather_copies_rows_and_views_share_memory() -> None:
-    columns = _columns(TensorDict({"x": torch.arange(8.0).view(4, 2)}, [4]))
-    base = columns[("x",)]
-    gathered = columns.gather(torch.tensor([3, 3, 0]))[("x",)]
-    assert gathered.tolist() == [[6.0, 7.0], [6.0, 7.0], [0.0, 1.0]]
-    gathered.fill_(-1)
-    assert base[3].tolist() == [6.0, 7.0]
-    assert columns.view(3)[("x",)].data_ptr() == base.data_ptr()
-    assert columns.view(3)[("x",)].shape == (3, 2)
-    columns.view(4, slice(1, 3))[("x",)].fill_(9)
-    assert base.tolist() == [[0.0, 1.0], [9.0, 9.0], [9.0, 9.0], [6.0, 7.0]]
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_cells_are_gathered_by_their_coordinates(contiguous: bool) -> None:
-    data = torch.arange(24).view(4, 3, 2)
-    if not contiguous:
-        data = data.transpose(0, 1).contiguous().transpose(0, 1)
-    columns = _columns(data, ndim=2)
-    index = torch.tensor([[3, 2], [0, 1], [3, 2]])
-    assert columns.gather(index)[()].tolist() == [[22, 23], [2, 3], [22, 23]]
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), slots=st.integers(1, 9))
-def test_scatter_matches_numpy(data: st.DataObject, slots: int) -> None:
-    """Rings (one run or two), single slots and any order of distinct slots."""
-    count = data.draw(st.integers(0, slots))
-    if data.draw(st.booleans()):
-        first = data.draw(st.integers(0, slots - 1))
-        target = [(first + i) % slots for i in range(count)]
-    else:
-        target = data.draw(st.permutations(range(slots)))[:count]
-    total = data.draw(st.integers(count, 12))
-    kept: Any = torch.tensor(data.draw(st.permutations(range(total)))[:count], dtype=torch.int64)
-    if data.draw(st.booleans()):
-        kept = slice(total - count, None)
-    values = {"a": torch.arange(total) + 100, "b": torch.arange(total * 2.0).view(total, 2) + 50}
-    state = TensorDict({"a": torch.arange(slots), "b": torch.zeros(slots, 2)}, [slots])
-    columns = _columns(state.clone())
-    leaves = {(key,): value for key, value in values.items()}
-    columns.scatter(torch.tensor(target, dtype=torch.int64), leaves, kept)
-    for key, value in values.items():
-        expected = state[key].numpy().copy()
-        rows = value.numpy()[kept if isinstance(kept, slice) else kept.numpy()]
-        for slot, row in zip(target, rows, strict=True):
-            expected[slot] = row
-        assert np.array_equal(columns[(key,)].numpy(), expected)
 
 
 @pytest.mark.parametrize("kind", ["cursor in the middle", "around the end"])
@@ -230,14 +159,6 @@ def test_last_value_of_a_repeated_row_wins_in_every_column(column_kind: Any) -> 
     assert rb["a"][1:3].tolist() == [-3, -2]
 
 
-def test_last_value_of_a_repeated_cell_wins() -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    rb.extend(torch.zeros(2, 3, dtype=torch.int64))
-    lanes, steps = torch.tensor([0, 1, 0]), torch.tensor([2, 1, 2])
-    rb[lanes, steps] = torch.tensor([5, 6, 7])
-    assert rb[:].tolist() == [[0, 0, 7], [0, 6, 0]]
-
-
 @pytest.mark.parametrize(
     "shared",
     [
@@ -261,12 +182,6 @@ def test_rows_that_share_memory_can_be_read_and_not_written(shared: torch.Tensor
         refuses(RuntimeError, r"rows that share no memory.*'shared'; clone", write)
     assert rb["own"].tolist() == [0.0, 0.0, 0.0]
     assert rb.storage.ledger.next_position == 3
-
-
-def test_transposed_data_can_be_extended() -> None:
-    rb = ReplayBuffer(storage=TensorStorage(torch.arange(6).view(2, 3).T))
-    rb.extend(torch.tensor([[8, 9]]))
-    assert rb[:].tolist() == [[8, 9], [1, 4], [2, 5]]
 
 
 def test_a_transfer_that_fails_changes_nothing(

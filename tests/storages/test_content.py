@@ -59,13 +59,6 @@ def test_state_is_rebuilt_to_the_same_content(fingerprint: Any) -> None:
         assert fingerprint(content.items()) == fingerprint(items)
 
 
-def test_items_are_copies() -> None:
-    tensor = torch.zeros(2)
-    (item,) = Content.of_items([tensor]).items()
-    item.fill_(1)
-    assert tensor.tolist() == [0.0, 0.0]
-
-
 def test_key_without_text_form_is_refused(make_rows: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(3))
     rb.extend({("a", "b"): torch.zeros(2)})

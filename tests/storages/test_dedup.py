@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 from collections.abc import Callable
@@ -90,6 +91,9 @@ class Twins:
         for contiguous in (False, True):
             reads = [b.storage.read(cells.flip(0), contiguous=contiguous) for b in self.buffers]
             assert same(*reads)
+        elements = torch.arange(len(dense)).flip(0)
+        asked = [b.storage.require().gather_keys(KEYS[::-1], elements) for b in self.buffers]
+        assert same(*(TensorDict(found, [len(dense)]) for found in asked))
         for index in (0, -1, slice(0, 2), slice(1, None, 2), [0, -1, 0]):
             assert same(dense[index], once[index])
         for key in [*KEYS, *([("env",)] if self.interleaved else [])]:
@@ -118,7 +122,8 @@ def apply(twins: Twins, rows: Rows, kind: str, size: int, which: int, folder: Pa
     elif kind == "empty":
         twins.both(lambda b: b.empty())
     elif kind == "pickle":
-        twins.buffers = [pickle.loads(pickle.dumps(buffer)) for buffer in twins.buffers]
+        copied = copy.deepcopy if which % 2 else lambda buffer: pickle.loads(pickle.dumps(buffer))
+        twins.buffers = [copied(buffer) for buffer in twins.buffers]
         twins.storages = [buffer.storage for buffer in twins.buffers]
     elif stored and kind == "cut":
         twins.both(lambda b: b.cut())
@@ -172,6 +177,7 @@ def change(twins: Twins, rows: Rows, kind: str, size: int, which: int, last: Any
         twins.both(lambda b: b.update_if_present(**ids, patch={key: values}).updated)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("core", [True, False])
 @pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize(("kind", "lanes"), ROWS, ids=str)

@@ -17,9 +17,17 @@ from replaykit import (
     RoundRobinWriter,
     TensorDictMaxValueWriter,
 )
+from replaykit.storages import observation_table
 from tests.support.refusals import refuses
 
 STORAGES = pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+
+
+@pytest.fixture(autouse=True, params=["core", "torch"])
+def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are compared and moved by the compiled core, or by torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(observation_table, "NativeObservations", lambda *_: None)
 
 
 def _steps(values: list[float], **columns: Any) -> TensorDict:
@@ -204,12 +212,15 @@ def test_nan_matches_nan_in_the_next_row() -> None:
 def test_any_flag_ends_an_episode(flag: str, dtype: torch.dtype) -> None:
     rows = _steps([0, 1, 2, 3, 4])
     rows["next", "observation"][1] = 9
-    rows["next", flag] = torch.tensor([[0], [2], [0], [3]]).to(dtype)
+    rows["next", flag] = torch.tensor([[-0.0], [2], [-0.0], [3]]).to(dtype)
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(rows)
     rb.extend(rows)
     assert bool((rb[:] == torch.cat([rows, rows])).all())
     assert rb.storage.overflow_rows == 4
+    wrong = rows.clone()  # -0.0 is no end, though one of its bits is set
+    wrong["next", "observation"][0] = 9
+    _refused(rb, wrong, "row 1")
 
 
 @pytest.mark.parametrize("key", ["episode", "seed", "collector__traj_ids"])

@@ -137,61 +137,6 @@ def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: 
 
 
 @pytest.mark.parametrize("core", [True, False])
-def test_a_mismatch_changes_nothing(core: bool) -> None:
-    for rows, message in (
-        (_steps([7, 8, 9]), "row 0: .*newest"),
-        (torch.cat([_steps([2, 3]), _steps([7, 8])]), "row 1: .*row 0 has"),
-    ):
-        rb = _with(_steps([0, 1, 2]), 40, core=core)
-        before = rb[:]
-        for _ in range(2):
-            refuses(ValueError, message, rb.extend, rows)
-            assert len(rb) == 2
-            assert bool((rb[:] == before).all())
-        rb.extend(_steps([2, 3, 4]))
-        assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4]
-        assert rb.storage.overflow_rows == 1
-
-
-@pytest.mark.parametrize("core", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32])
-def test_episodes_end_at_flags_of_any_dtype(core: bool, dtype: torch.dtype) -> None:
-    def rows(values: list[float], *flags: float) -> TensorDict:
-        made = _steps(values)
-        made["next", "done"] = torch.tensor(flags)[:, None].to(dtype)
-        return made
-
-    rb = _with(rows([0, 1, 2], 0, 1), 40, core=core)
-    rb.extend(rows([7, 8, 9], 0, 0))
-    rb.extend(torch.cat([rows([9, 10], 1), rows([20, 21, 22], 0, 0)]))
-    # In floats -0.0 is no end, though one of its bits is set.
-    refuses(ValueError, "row 1", rb.extend, torch.cat([rows([22, 23], -0.0), rows([30, 31], 0)]))
-    rb.extend(rows([22, 23], -0.0))
-    refuses(ValueError, "row 0", rb.extend, rows([30, 31], 0))
-    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21, 22, 23]
-    assert rb.storage.overflow_rows == 3
-
-
-@pytest.mark.parametrize("core", [True, False])
-def test_episodes_end_where_an_id_changes(core: bool) -> None:
-    rb = _with(_steps([0, 1, 2], episode=[1, 1]), 40, core=core)
-    rb.extend(_steps([7, 8, 9], episode=[2, 2]))
-    rb.extend(torch.cat([_steps([9, 10], episode=[2]), _steps([20, 21], episode=[3])]))
-    refuses(ValueError, "row 0", rb.extend, _steps([30, 31, 32], episode=[3, 3]))
-    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9, 10, 21]
-    assert rb.storage.overflow_rows == 3
-
-
-@pytest.mark.parametrize("core", [True, False])
-def test_cut_accepts_any_next_row_once(core: bool) -> None:
-    rb = _with(_steps([0, 1, 2]), 40, core=core)
-    rb.writer.cut()
-    rb.extend(_steps([7, 8, 9]))
-    refuses(ValueError, r"row 0: .*newest", rb.extend, _steps([7, 8, 9]))
-    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 8, 9]
-
-
-@pytest.mark.parametrize("core", [True, False])
 def test_slots_outside_are_refused(core: bool) -> None:
     rb = _with(_steps([0, 1, 2]), 40, core=core)
     for slot in (-1, 2, 40, 2**40):
@@ -234,31 +179,6 @@ def _core(**changes: Any) -> Any:
     return native.core.Observations(*{**arguments, **changes}.values())
 
 
-class _Memory:
-    """The memory of a core, with two rows that follow each other."""
-
-    def __init__(self) -> None:
-        self.root, self.own = np.zeros(4, np.int64), np.zeros(2, np.int64)
-        self.references = np.zeros((4, 2), np.int32)
-        self.core = _core()
-        bases = [self.root.ctypes.data, self.own.ctypes.data]
-        self.core.point(bases, [8, 8], self.references.ctypes.data, 2)
-
-    def write(self, slots: list[int], values: list[int], nexts: list[int], newest: int) -> int:
-        at, now, then = (np.array(part, np.int64) for part in (slots, values, nexts))
-        addresses = [now.ctypes.data, then.ctypes.data]
-        self.core.compare_run(len(at), newest, addresses, 1)
-        if missing := self.core.plan(at.ctypes.data, len(at), 0)[0]:
-            return int(missing)
-        self.core.write(addresses, 1)
-        return 0
-
-    def read(self, slots: list[int], kind: int) -> list[int]:
-        at, out = np.array(slots, np.int64), np.zeros(len(slots), np.int64)
-        self.core.gather(at.ctypes.data, len(at), kind, [out.ctypes.data], [8], 1)
-        return [int(value) for value in out]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -281,49 +201,10 @@ def test_descriptions_that_do_not_fit_are_refused(changes: dict[str, Any]) -> No
     refuses(ValueError, "expected", _core, **changes)
 
 
-def test_entries_are_shared_and_used_again() -> None:
-    memory = _Memory()
-    assert memory.write([0, 1], [1, 2], [2, 3], -1) == 0
-    assert (memory.read([0, 1], 0), memory.read([0, 1], 1)) == ([1, 2], [2, 3])
-    assert memory.core.alone() == 1
-    assert memory.write([2, 3], [3, 9], [8, 9], 1) == 0
-    assert (memory.read([0, 1, 2, 3], 0), memory.read([0, 1, 2, 3], 1)) == (
-        [1, 2, 3, 9],
-        [2, 3, 8, 9],
-    )
-    assert memory.core.alone() == 2
-    before = memory.references.copy()
-    assert memory.write([0, 1], [5, 7], [6, 8], 2) == 2  # four entries are needed, two are free
-    assert (memory.references == before).all()
-    assert (memory.read([0, 1], 0), memory.core.alone()) == ([1, 2], 2)
-    assert memory.write([0, 1], [9, 7], [7, 8], 3) == 0
-    assert memory.read([0, 1, 2, 3], 1) == [7, 8, 8, 9]
-    memory.core.derive(4)
-    assert memory.core.alone() == 2
-    memory.core.clear()
-    assert memory.core.alone() == 0
-
-
-def test_references_that_contradict_each_other_are_refused() -> None:
-    memory = _Memory()
-    memory.write([0, 1], [1, 2], [2, 3], -1)
-    for row, kind, value, message in (
-        (0, 0, 1, "of two rows"),
-        (0, 1, 5, "entry 4"),
-        (1, 0, 6, "to 4 entries, got one to entry 5"),
-        (1, 1, -3, "to 2 entries, got one to entry 2"),
-    ):
-        kept = memory.references.copy()
-        memory.references[row, kind] = value
-        refuses(ValueError, message, memory.core.derive, 2)
-        memory.references[:] = kept
-    memory.core.derive(2)
-    assert memory.read([0, 1], 1) == [2, 3]
-
-
 def test_calls_that_do_not_fit_are_refused() -> None:
-    memory = _Memory()
-    core = memory.core
+    root, own, references = np.zeros(4, np.int64), np.zeros(2, np.int64), np.zeros((4, 2), np.int32)
+    core = _core()
+    core.point([root.ctypes.data, own.ctypes.data], [8, 8], references.ctypes.data, 2)
     batch = np.arange(3, dtype=np.int64)
     index = np.array([0, 4], np.int64)
     rows = [batch.ctypes.data, batch.ctypes.data]
@@ -351,7 +232,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     refuses(ValueError, "stored rows", core.plan_run, 4, 3)
     core.forget()
     refuses(ValueError, "a plan", core.write, rows, 1)
-    assert memory.root.tolist() == [0, 0, 0, 0]
+    assert root.tolist() == [0, 0, 0, 0]
 
 
 # -- streams --------------------------------------------------------------------------------------

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -34,9 +31,8 @@ from replaykit import (
 )
 from replaykit.errors import CheckpointError
 from replaykit.storages.content import Content
-from replaykit.storages.indexing import unravel_index
 from replaykit.storages.observation_table import ObservationTable
-from tests.storages.dedup import KINDS, LANES, STORED, Rows, all_stored, buffer, storage, write_all
+from tests.storages.dedup import KINDS, STORED, Rows, all_stored, buffer, storage, write_all
 
 ALL_KINDS = pytest.mark.parametrize("kind", list(KINDS))
 ONE_LANE = pytest.mark.parametrize("kind", ["ring", "streams", "stream rings"])
@@ -56,6 +52,7 @@ def frames(count: int, steps: int, shape: tuple[int, ...], dtype: torch.dtype) -
     return TensorDict({"env": env, "observation": x[:-1], "next": following}, [steps, count])
 
 
+@pytest.mark.covering(2)
 @MAKES
 @pytest.mark.parametrize("kind", ["ring", "stream rings", "streams"])
 @pytest.mark.parametrize(
@@ -226,21 +223,6 @@ def test_a_checkpoint_has_each_observation_once(
 
 
 @pytest.mark.parametrize("kind", ["ring", "streams"])
-def test_saved_again_and_again(kind: str, tmp_path: Path, transitions: Any, same_rows: Any) -> None:
-    rows, buffers = Rows(transitions, 3, kind), all_stored(kind, slots=300)
-    for turn in range(6):
-        batch = rows.steps(90)
-        for place, rb in enumerate(buffers):
-            rb.extend(batch)
-            if turn == 3:
-                rb.set_at_("pixels", batch["pixels"][:5], [1, 9, 4, 7, 200])
-            rb.dumps(tmp_path / str(place))
-            other = buffer(kind, list(STORED)[(place + turn) % 3], 300)
-            other.loads(tmp_path / str(place))
-            assert same_rows(other[:], buffers[0][:])
-
-
-@pytest.mark.parametrize("kind", ["ring", "streams"])
 def test_a_storage_alone_is_saved_and_loaded(
     kind: str, tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:
@@ -269,19 +251,6 @@ def test_hooks_see_dense_rows(kind: str, tmp_path: Path, transitions: Any, same_
     for rows in (*seen, other[:]):
         assert same_rows(rows, rb[:])
     assert other.storage.overflow_rows == rb.storage.overflow_rows
-
-
-@pytest.mark.parametrize("stored", list(STORED))
-def test_copies_are_independent(stored: str, transitions: Any, same_rows: Any) -> None:
-    rb, rows = buffer("ring", stored, 10), transitions(0)
-    rb.extend(rows.steps(14))
-    before = rb[:].clone()
-    copies = [pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)]
-    for _ in range(2):
-        for other in copies:
-            assert same_rows(other[:], before)
-            assert other.storage.overflow_rows == copies[0].storage.overflow_rows
-        rb.extend(rows.steps(5))
 
 
 @pytest.mark.parametrize("stored", list(STORED))
@@ -365,25 +334,6 @@ def test_changes_to_read_rows_do_not_reach_deduplicated_columns(
     assert isinstance(lanes.storage, TensorStorage)
 
 
-@pytest.mark.parametrize("kind", ["ring", "lanes"])
-def test_some_keys_can_be_read_separately(kind: str, transitions: Any, same_bits: Any) -> None:
-    buffers, cells = all_stored(kind), LANES if kind == "lanes" else 1
-    write_all(buffers, Rows(transitions, 4, kind).steps(33))
-    elements = torch.randint(0, 20 * cells, (50,))
-    index = unravel_index(elements, torch.Size([LANES])) if kind == "lanes" else elements
-    whole = buffers[0].storage.require().gather(index)
-    for paths in (
-        [("next", "pixels")],
-        [("next", "observation"), ("action",), ("observation",)],
-        [("pixels",)],
-        [("next", "done"), ("next", "pixels"), ("next", "observation")],
-    ):
-        for rb in buffers:
-            found = rb.storage.require().gather_keys(paths, elements)
-            assert list(found) == paths
-            assert all(same_bits(found[path], whole[path]) for path in paths)
-
-
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "without": SamplerWithoutReplacement,
     "priorities": lambda: PrioritizedSampler(60, 0.7, 0.5),
@@ -400,6 +350,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(2)
 @ONE_LANE
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -466,69 +417,6 @@ def test_deduplicated_goals_give_equal_batches(kind: str, strategy: str) -> None
     assert (one["desired_goal"] >= 0).any()
     for key in one.keys(True, True):
         assert torch.equal(one[key], other[key]), key
-
-
-@pytest.mark.parametrize("stored", list(STORED))
-def test_batches_drawn_ahead(stored: str, transitions: Any, same_rows: Any) -> None:
-    rb = buffer("ring", stored, 60, batch_size=16, prefetch=3)
-    stream, written = transitions(1), []
-    for _ in range(12):
-        written.append(stream.steps(25))
-        rb.extend(written[-1])
-        batch = rb.sample().exclude("index")
-        assert same_rows(batch, torch.cat(written)[batch["action"]])
-
-
-@ONE_LANE
-def test_concurrent_readers_see_whole_rows(kind: str) -> None:
-    """All values of row t of a stream are t, and those that follow are t + 1."""
-    rb, wrong, stop = buffer(kind, slots=64, length=12), [], threading.Event()
-    random, at = np.random.default_rng(0), np.zeros(5, np.int64)
-
-    def rows(count: int) -> TensorDict:
-        env = random.integers(0, 1 if kind == "ring" else 5, count)
-        t = np.empty(count, np.int64)
-        for place, one in enumerate(env):
-            t[place] = at[one]
-            at[one] += 1
-        x = torch.from_numpy(t)[:, None].expand(count, 40)
-        return TensorDict({"env": torch.from_numpy(env), "x": x, "next": {"x": x + 1}}, [count])
-
-    def read() -> None:
-        while not stop.is_set():
-            batch = rb.sample()
-            if not bool((batch["x"] + 1 == batch["next", "x"]).all()):
-                wrong.append(batch)
-
-    rb.extend(rows(10))
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for turn in range(200):
-        rb.extend(rows(turn % 9 + 1))
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.complex128]
-)
-@pytest.mark.parametrize("shape", [(), (3,), (0,), (40, 30)])
-def test_any_dtype_and_shape(
-    dtype: torch.dtype, shape: tuple[int, ...], filled: Any, same_rows: Any
-) -> None:
-    x, y = filled((13, *shape), dtype, 0), filled((2, *shape), dtype, 1)
-    rows = TensorDict({"x": x[:-1], "next": {"x": x[1:], "reward": torch.rand(12, 1)}}, [12])
-    buffers = [buffer("ring", stored, 8) for stored in ("dense", "once")]
-    for rb in buffers:
-        rb.extend(rows)
-        rb.set_at_(("next", "x"), y, [1, 4])
-        rb.set_at_("x", y, [1, 4])
-    assert same_rows(*(rb[:] for rb in buffers))
-    index = torch.tensor([3, 1, 4, 7, 0])
-    assert same_rows(*(rb.storage.read(index) for rb in buffers))
 
 
 def test_default_device_and_inference_mode_do_not_affect_rows(

@@ -118,16 +118,6 @@ def test_slots_since_are_those_of_the_wanted_changes(
     assert log.rows_changed(seen) == any(kind != "cut" for kind, _, _ in model.said[seen:])
 
 
-def test_a_follower_that_forgets_its_place_is_noticed() -> None:
-    """A number that is too small repeats changes; one that is too large omits some."""
-    log, model = ChangeLog(RING), Model()
-    model.record(log, "append", 4, None)
-    seen = log.number
-    model.record(log, "place", [2, 0], None)
-    assert spelled(log, seen) == [("place", 2, None), ("place", 0, None)]
-    assert spelled(log, seen - 1) != spelled(log, seen) != spelled(log, seen + 1)
-
-
 def test_the_memory_of_the_log_is_bounded() -> None:
     log = ChangeLog(100)
     for turn in range(5000):

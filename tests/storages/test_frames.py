@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, native
+from replaykit import native
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages.columns import Columns
 from replaykit.storages.records import plan_records
@@ -155,9 +155,3 @@ def test_core_refuses_mismatched_arguments() -> None:
         table.frames(none.astype(np.int32), none, none, 0, 1, 1, False, [0], [8], 1)
     with pytest.raises(ValueError, match="of at least 0"):
         native.core.join_rows(0, 0, -1, 0, 0, 1, 0, 0)
-
-
-def test_buffers_provide_a_frame_reader() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
-    buffer.extend(TensorDict({"x": torch.zeros(4)}, [4]))
-    assert buffer.storage.require().frames is not None

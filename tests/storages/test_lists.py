@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 from replaykit import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
-from replaykit.samplers import SamplerWithoutReplacement
 from tests.support.refusals import refuses
 
 
@@ -209,27 +208,6 @@ def test_invalid_positions_are_refused(snapshot: Any) -> None:
     assert len(storage) == 4
 
 
-@pytest.mark.pitfall("WR11")
-def test_one_slot_written_ten_times_is_one_row() -> None:
-    storage = ListStorage(4)
-    for number in range(10):
-        storage.set(0, number)
-    assert len(storage) == 1
-    assert list(storage) == [9]
-
-
-def test_contains_recognises_stored_rows() -> None:
-    storage = ListStorage(5)
-    storage.set([0, 1, 2], [1, 2, 3])
-    assert 2 in storage
-    assert -3 in storage
-    assert 3 not in storage
-    assert -4 not in storage
-    assert storage.contains(torch.tensor([0, 2, 3, -1, 2**40])).tolist() == [1, 1, 0, 0, 0]
-    for item in ("a", 1.0, True, torch.tensor([0.5]), torch.tensor([True])):
-        refuses(TypeError, "an int or an integer tensor", storage.contains, item)
-
-
 def test_the_storage_is_its_own_flat_form() -> None:
     storage = ListStorage(3)
     refuses(RuntimeError, "nothing is stored yet", storage.flatten)
@@ -253,23 +231,6 @@ def test_empty_releases_stored_objects() -> None:
     rb.empty()
     assert seen() is None
     assert len(rb.storage) == 0
-
-
-def test_sampling_without_replacement_sees_every_object() -> None:
-    rb = ReplayBuffer(
-        storage=ListStorage(7), sampler=SamplerWithoutReplacement(), batch_size=3, collate_fn=list
-    )
-    rb.extend(list("abcdefg"))
-    assert sorted(row for batch in rb for row in batch) == list("abcdefg")
-
-
-def test_generations_and_positions_are_those_of_the_ring(make_rows: Any) -> None:
-    for storage in (ListStorage(3), LazyStackStorage(3)):
-        rb = ReplayBuffer(storage=storage)
-        rb.extend(make_rows(0, 10))
-        assert storage.ledger.positions(torch.arange(3)).tolist() == [9, 7, 8]
-        assert storage.ledger.generations(torch.arange(3)).tolist() == [3, 2, 2]
-        assert [int(row["id"]) for row in storage] == [9, 7, 8]
 
 
 @pytest.mark.parametrize(("capacity", "lengths"), [(20, [5, 4, 3, 2]), (9, [4, 3, 2])])

@@ -76,6 +76,7 @@ def save(rb: ReplayBuffer) -> None:
 CHANGES = [extend, edit, cut, place, save, lambda rb: rb.sample()]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("by_stream", [False, True])

@@ -383,27 +383,6 @@ def test_templates_of_many_batch_sizes_are_limited() -> None:
 # -- through a buffer -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [3, 7, 40])
-def test_rows_added_singly_equal_rows_added_as_a_batch(
-    column_kind: Any, fingerprint: Any, capacity: int
-) -> None:
-    buffers = [column_kind.buffer(capacity, _good(None)) for _ in range(3)]
-    one, many, apart = buffers
-    apart.storage.prepare = lambda data, **how: split_leaves(data, 1, schema=apart.storage.schema)
-    rows = _good(17, 3)
-    kept = fingerprint(rows)
-    for row in rows.unbind(0):
-        one.add(row)
-    many.extend(rows[:6])
-    many.extend(rows[6:].contiguous())
-    apart.extend(rows)
-    assert fingerprint(one[:]) == fingerprint(many[:]) == fingerprint(apart[:])
-    assert one.storage.ledger.cursor == many.storage.ledger.cursor
-    assert fingerprint(rows) == kept
-    rows.zero_()  # the buffers have memory of their own
-    assert fingerprint(one[:]) == fingerprint(apart[:])
-
-
 def test_rows_in_a_ring_are_written_without_being_taken_apart(monkeypatch: Any) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8))
     rb.extend(_good())

@@ -189,17 +189,6 @@ def test_existing_files_are_reused_as_space_only(
     assert again[:]["id"].tolist() == [5]
 
 
-def test_a_second_storage_does_not_take_the_files_of_the_first(
-    tmp_path: Path, make_rows: Any
-) -> None:
-    first = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path))
-    first.extend(make_rows(0, 5))
-    second = ReplayBuffer(storage=LazyMemmapStorage(5, scratch_dir=tmp_path))
-    with pytest.raises(RuntimeError, match="exists"):
-        second.extend(make_rows(5, 5))
-    assert first[:]["id"].tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("device", ["cuda", "meta", torch.device("cuda", 0)])
 def test_other_devices_are_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="expected device cpu for memory-mapped files, got"):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer
-from replaykit.schema import Schema, split_leaves
-from replaykit.storages.records import WIDE_BYTES, RecordLayout, alone, plan_records
+from replaykit.schema import Schema
+from replaykit.storages.records import WIDE_BYTES, alone, plan_records
 from replaykit.structure import Branch, Leaf
 from replaykit.transfer import BatchMemory
 
@@ -77,18 +77,6 @@ def test_the_reference_row_of_170_bytes_has_176() -> None:
     assert (sum(layout.sizes.values()), layout.stride) == (170, 176)
 
 
-def test_wide_leaves_and_empty_ones_lie_alone() -> None:
-    leaves: Layout = {
-        "just small": (torch.uint8, (WIDE_BYTES - 1,)),
-        "just wide": (torch.uint8, (WIDE_BYTES,)),
-        "empty": (torch.float32, (0,)),
-        "scalar": (torch.float64, ()),
-    }
-    layout = plan_records(schema_of(leaves))
-    assert layout is not None
-    assert list(layout.offsets) == [("scalar",), ("just small",)]
-
-
 # -- blocks taken apart ---------------------------------------------------------------------------
 
 
@@ -113,29 +101,6 @@ def test_split_block_equals_its_views(
 
 def _has_records(leaves: Layout) -> bool:
     return plan_records(schema_of(leaves)) is not None
-
-
-def test_views_of_records_with_lanes_are_where_one_writes_them(filled: Any) -> None:
-    leaves: Layout = {"a": (torch.float64, (2, 3)), "b": (torch.int16, ()), "c": (torch.bool, (1,))}
-    layout = plan_records(schema_of(leaves))
-    assert layout is not None
-    records = torch.zeros(4, 3, layout.stride, dtype=torch.uint8)
-    views = layout.views(records)
-    for path, (dtype, shape) in zip(views, leaves.values(), strict=True):
-        assert views[path].shape == (4, 3, *shape)
-        views[path].copy_(filled((4, 3, *shape), dtype, len(shape)))
-    offset = layout.offsets[("b",)]
-    assert torch.equal(
-        records[2, 1, offset : offset + 2], views[("b",)][2, 1].clone()[None].view(torch.uint8)
-    )
-
-
-def test_blocks_of_every_size_are_new_memory() -> None:
-    layout = RecordLayout(schema_of(_reference_row()), [("observation",), ("done",)])
-    for rows in (3, 3, 5000, 5000, 3):
-        first, second = (layout.new_block(rows, BatchMemory()) for _ in range(2))
-        assert len(first) == len(second) == rows
-        assert first.data_ptr() != second.data_ptr()
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -244,14 +209,3 @@ def test_a_batch_can_be_pickled_and_read_by_numpy(buffer: ReplayBuffer, fingerpr
     batch = buffer.sample()
     assert fingerprint(pickle.loads(pickle.dumps(batch))) == fingerprint(batch)
     assert batch["x"].numpy()[:, 0].tolist() == batch["y"].tolist()
-
-
-def test_rows_taken_apart_by_a_schema_and_by_hand_agree(same_bits: Any) -> None:
-    rows = split_leaves(_rows(), 1)
-    layout = plan_records(Schema(rows.root))
-    assert layout is not None
-    records = torch.zeros(6, layout.stride, dtype=torch.uint8)
-    for path, view in layout.views(records).items():
-        view.copy_(rows.leaves[path])
-    for path, leaf in zip(layout.offsets, layout.split(layout.as_block(records)), strict=True):
-        assert same_bits(leaf, rows.leaves[path])

@@ -467,22 +467,6 @@ def test_load_replaces_episode_begins_of_shared_rows(tmp_path: Path) -> None:
         assert [(evicted, length) for _, evicted, length in begins(buffer)] == wanted
 
 
-def test_counters_have_64_bits() -> None:
-    one, other = pair(4)
-    one.extend(steps_of(0, [0] * 6))
-    many = 3 << 40
-    with one.storage.lock:
-        one.writer._write_count += many
-        one.storage.ledger.next_position += 4 * many
-        one.storage.ledger.log.append(2, 4 * many)
-    other.extend(steps_of(6, [0]))
-    assert one.write_count == other.write_count == many + 7
-    assert one.storage.ledger.next_position == 4 * many + 7
-    slots = torch.arange(4)
-    for buffer in (one, other):
-        assert (buffer.storage.ledger.generations(slots) == torch.tensor([1, 1, 1, 0]) + many).all()
-
-
 @pytest.mark.parametrize("options", [{}, {"lane_key": "lane"}], ids=["ring", "streams"])
 def test_references_that_are_followed_equal_those_that_are_read_again(
     options: dict[str, Any],

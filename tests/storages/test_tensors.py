@@ -103,20 +103,6 @@ def test_storage_is_empty_before_the_first_write() -> None:
     assert storage.shape == (2,)
 
 
-@pytest.mark.pitfall("CK5")
-def test_only_stored_rows_are_visible(column_kind: Any, make_rows: Any) -> None:
-    rb = column_kind.buffer(8)
-    rb.extend(make_rows(0, 6))
-    rb.empty()
-    rb.extend(make_rows(10, 2))
-    assert rb[:]["id"].tolist() == [10, 11]
-    assert rb.storage[:].shape == (2,)
-    for index in (2, -3, [0, 2], torch.tensor([-3])):
-        with pytest.raises(IndexError):
-            rb.storage[index]
-    assert set(rb.sample(100)["id"].tolist()) == {10, 11}
-
-
 def test_memory_beyond_the_filled_rows_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unwritten rows hold chance: fill them with NaN and look for it everywhere."""
     whole = torch.empty
@@ -161,17 +147,6 @@ def test_the_capacity_is_rounded_up_to_whole_steps(
     assert len(storage) == size
     # Dimension 0 of the data and time are exchanged: lanes (2, 3) lie as (3, 2).
     assert storage.shape == (steps, *reversed(lanes))
-
-
-@pytest.mark.pitfall("WR8")
-def test_adding_a_step_of_all_lanes_returns_its_cells() -> None:
-    """WR8, E18: ``[prod(lanes), ndim]``, and the length grows by the lanes."""
-    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
-    assert rb.add(torch.tensor([1, 2])).tolist() == [[0, 0], [0, 1]]
-    assert rb.add(torch.tensor([3, 4])).tolist() == [[1, 0], [1, 1]]
-    assert len(rb) == 4
-    assert rb.write_count == 4
-    assert rb[:].tolist() == [[1, 3], [2, 4]]
 
 
 LAYOUTS = [
@@ -267,36 +242,6 @@ def test_other_lanes_are_refused(make_lanes: Any, snapshot: Any) -> None:
     assert snapshot(rb) == before
 
 
-def test_sampled_coordinates_lie_on_the_rows_they_name(make_lanes: Any) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2), batch_size=64)
-    rb.extend(make_lanes(0, 7))  # 7 steps in a ring of 4
-    batch = rb.sample()
-    assert batch.batch_size == (64,)
-    step, lane = batch["index"].unbind(-1)
-    number = torch.tensor([4, 5, 6, 3])[step] + 100 * lane
-    assert torch.equal(batch["id"], number)
-    assert torch.equal(batch["x"][:, 0], number * 2.0)
-
-
-def test_lanes_iterate_element_by_element_in_time_order(make_lanes: Any) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
-    rb.extend(make_lanes(0, 3))
-    rows = list(rb.storage)
-    assert len(rows) == len(rb.storage) == 6
-    assert [int(row["id"]) for row in rows] == [0, 100, 1, 101, 2, 102]
-    assert rows[0].batch_size == ()
-
-
-def test_low_level_writes_address_time(make_lanes: Any) -> None:
-    storage = LazyTensorStorage(8, ndim=2)
-    steps = make_lanes(0, 4).transpose(0, 1)
-    storage.set(0, steps[0])
-    storage.set([1, 2], steps[1:3])
-    assert (len(storage), storage.shape) == (6, (3, 2))
-    assert storage[:]["id"].tolist() == [[0, 100], [1, 101], [2, 102]]
-    refuses(IndexError, r"\[0, 4\), got 4", storage.set, 4, steps[0])
-
-
 def test_coordinates_are_distinguished_from_positions() -> None:
     storage = TensorStorage(torch.arange(6).view(3, 2), ndim=2)
     assert storage[torch.tensor([[2, 1], [0, 0]])].tolist() == [5, 0]
@@ -374,18 +319,3 @@ def test_capacities_above_2_to_the_31_work_at_the_end_of_their_range() -> None:
     assert storage.read(torch.tensor([2**31 + 6])).tolist() == [77]
     _, info = rb.sample(64, return_info=True)
     assert int(info["index"].max()) > 2**30
-
-
-@pytest.mark.pitfall("WR10")
-def test_write_counts_continue_beyond_2_to_the_31(column_kind: Any, make_rows: Any) -> None:
-    rb = column_kind.buffer(4)
-    rb.writer._write_count = 2**31 - 1
-    rb.storage.ledger.next_position = 2**31 - 1 - (2**31 - 1) % 4
-    rb.extend(make_rows(0, 3))
-    assert rb.write_count == 2**31 + 2
-    assert rb.storage.ledger.next_position == 2**31 - 1
-    rb.extend(make_rows(3, 4))
-    assert rb.storage.ledger.positions(torch.tensor([3])).item() == 2**31 - 1
-    other = column_kind.buffer(4)
-    other.load_state_dict(rb.state_dict())
-    assert other.write_count == 2**31 + 6
