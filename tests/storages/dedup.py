@@ -100,6 +100,17 @@ class Rows:
         return rows.transpose(0, len(self.lanes)) if self.lanes else rows
 
 
+def through(values: list[float], **columns: Any) -> TensorDict:
+    """Return an episode through these observations, one row shorter than they are."""
+    x = torch.tensor(values, dtype=torch.float32)[:, None]
+    count = len(values) - 1
+    following = {"observation": x[1:].clone(), "done": torch.zeros(count, 1, dtype=torch.bool)}
+    rows = TensorDict({"observation": x[:-1].clone(), "next": following}, [count])
+    for key, value in columns.items():
+        rows[tuple(key.split("__"))] = torch.tensor(value)
+    return rows
+
+
 def write_all(buffers: list[ReplayBuffer], rows: TensorDict) -> None:
     """Write the same rows to all buffers."""
     for rb in buffers:

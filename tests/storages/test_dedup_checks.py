@@ -15,9 +15,9 @@ from replaykit import (
     LazyTensorStorage,
     ReplayBuffer,
     RoundRobinWriter,
-    TensorDictMaxValueWriter,
 )
 from replaykit.storages import observation_table
+from tests.storages.dedup import through
 from tests.support.refusals import refuses
 
 STORAGES = pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
@@ -28,18 +28,6 @@ def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Rows are compared and moved by the compiled core, or by torch."""
     if request.param == "torch":
         monkeypatch.setattr(observation_table, "NativeObservations", lambda *_: None)
-
-
-def _steps(values: list[float], **columns: Any) -> TensorDict:
-    """An episode through these observations, one row shorter than they are."""
-    x = torch.tensor(values, dtype=torch.float32)[:, None]
-    count = len(values) - 1
-    following = {"observation": x[1:].clone()}
-    rows = TensorDict({"observation": x[:-1].clone(), "next": following}, [count])
-    rows["next", "done"] = torch.zeros(count, 1, dtype=torch.bool)
-    for key, value in columns.items():
-        rows[tuple(key.split("__"))] = torch.tensor(value)
-    return rows
 
 
 def _snapshot(rb: ReplayBuffer) -> Any:
@@ -134,7 +122,7 @@ def test_invalid_dedup_options_are_refused(
 
 @STORAGES
 def test_a_lane_key_that_would_be_rebuilt_itself_is_refused(make: Any) -> None:
-    rows = _steps([0, 1, 2], env=[1, 1], next__env=[1, 1])
+    rows = through([0, 1, 2], env=[1, 1], next__env=[1, 1])
     rb = ReplayBuffer(storage=make(10, dedup_next=True, lane_key=("next", "env")))
     _refused(rb, rows, r"no lane_key under 'next', got \('next', 'env'\)")
     assert not rb.storage.initialized
@@ -183,7 +171,7 @@ def test_rows_without_a_shared_key_are_refused(rows: Any) -> None:
 @STORAGES
 def test_a_mismatch_in_the_first_batch(make: Any) -> None:
     rb = ReplayBuffer(storage=make(10, dedup_next=True))
-    rows = _steps([0, 1, 2, 3, 4])
+    rows = through([0, 1, 2, 3, 4])
     rows["next", "observation"][1] = 9
     message = r"key 'observation', row 2: .* row 1 has under \('next', 'observation'\).*dense"
     _refused(rb, rows, message)
@@ -193,24 +181,24 @@ def test_a_mismatch_in_the_first_batch(make: Any) -> None:
 @pytest.mark.parametrize("value", [float("nan"), -0.0, 5.0])
 def test_a_mismatch_after_the_newest_row(value: float) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(3, dedup_next=True))
-    rb.extend(_steps([1, 2, 3, 4, 0]))
-    _refused(rb, _steps([value, 1]), "key 'observation', row 0: .*the newest stored row has")
-    refuses(ValueError, "row 0", rb.add, _steps([value, 1])[0])
-    rb.extend(_steps([0, 1]))
+    rb.extend(through([1, 2, 3, 4, 0]))
+    _refused(rb, through([value, 1]), "key 'observation', row 0: .*the newest stored row has")
+    refuses(ValueError, "row 0", rb.add, through([value, 1])[0])
+    rb.extend(through([0, 1]))
     assert rb["next", "observation"].flatten().tolist() == [0, 1, 4]
 
 
 def test_nan_matches_nan_in_the_next_row() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
-    rb.extend(_steps([0, float("nan"), float("nan"), 1, float("nan")]))
-    rb.extend(_steps([float("nan"), -0.0, 2]))
+    rb.extend(through([0, float("nan"), float("nan"), 1, float("nan")]))
+    rb.extend(through([float("nan"), -0.0, 2]))
     assert rb.storage.overflow_rows == 1
 
 
 @pytest.mark.parametrize("flag", ["done", "truncated", "terminated"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_any_flag_ends_an_episode(flag: str, dtype: torch.dtype) -> None:
-    rows = _steps([0, 1, 2, 3, 4])
+    rows = through([0, 1, 2, 3, 4])
     rows["next", "observation"][1] = 9
     rows["next", flag] = torch.tensor([[-0.0], [2], [-0.0], [3]]).to(dtype)
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
@@ -225,17 +213,17 @@ def test_any_flag_ends_an_episode(flag: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("key", ["episode", "seed", "collector__traj_ids"])
 def test_another_id_is_another_episode(key: str) -> None:
-    rows = _steps([0, 1, 2, 3, 4], **{key: [5, 5, 6, 6]})
+    rows = through([0, 1, 2, 3, 4], **{key: [5, 5, 6, 6]})
     rows["next", "observation"][1] = 9
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(rows)
     rb.extend(rows)
     assert bool((rb[:] == torch.cat([rows, rows])).all())
-    _refused(rb, _steps([0, 1], **{key: [6]}), "row 0")
+    _refused(rb, through([0, 1], **{key: [6]}), "row 0")
 
 
 def test_flags_of_the_state_before_end_nothing() -> None:
-    rows = _steps([0, 1, 2, 3, 4], done=[[False], [True], [True], [False]])
+    rows = through([0, 1, 2, 3, 4], done=[[False], [True], [True], [False]])
     rows["next", "observation"][1] = 9
     _refused(ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True)), rows, "row 2")
 
@@ -261,7 +249,7 @@ def test_lanes_are_checked_one_by_one(transitions: Any, lane: int) -> None:
 
 
 def test_whole_batch_is_checked_including_rows_beyond_capacity() -> None:
-    rows = _steps([0, 1, 2, 3, 4, 5, 6])
+    rows = through([0, 1, 2, 3, 4, 5, 6])
     rows["next", "observation"][0] = 9
     _refused(ReplayBuffer(storage=LazyTensorStorage(2, dedup_next=True)), rows, "row 1")
 
@@ -271,13 +259,13 @@ def test_row_without_predecessor_accepts_any_value_once() -> None:
         storage=LazyTensorStorage(5, dedup_next=True),
         writer=RoundRobinWriter(track_generations=True),
     )
-    rb.extend(_steps([0, 1, 2, 3]))
+    rb.extend(through([0, 1, 2, 3]))
 
     def other(value: float) -> None:
-        rb.extend(_steps([value, value + 1]))
-        _refused(rb, _steps([value, value]), "row 0")
+        rb.extend(through([value, value + 1]))
+        _refused(rb, through([value, value]), "row 0")
 
-    rb.writer.write_at(1, _steps([50, 51])[0])
+    rb.writer.write_at(1, through([50, 51])[0])
     other(10)
     rb.set_(("next", "observation"), rb["next", "observation"] + 1)
     other(20)
@@ -287,51 +275,36 @@ def test_row_without_predecessor_accepts_any_value_once() -> None:
     other(40)
     rb.empty()
     other(50)
-    rb.storage.set([0], _steps([60, 61]))
+    rb.storage.set([0], through([60, 61]))
     other(70)
     # What has nothing to do with observations changes nothing.
     rb.set_(("next", "done"), torch.zeros(len(rb), 1, dtype=torch.bool))
-    _refused(rb, _steps([0, 1]), "row 0")
+    _refused(rb, through([0, 1]), "row 0")
     # A flag that is set afterwards ends the episode.
     rb.set_at_(("next", "done"), torch.ones(len(rb), 1, dtype=torch.bool), slice(None))
-    rb.extend(_steps([80, 81]))
-
-
-def test_rows_kept_by_rank_are_in_no_order(transitions: Any, same_rows: Any) -> None:
-    stream = transitions(0)
-    buffers = [
-        ReplayBuffer(
-            storage=LazyTensorStorage(6, dedup_next=dedup), writer=TensorDictMaxValueWriter()
-        )
-        for dedup in (False, True)
-    ]
-    for size in (4, 1, 9, 3):
-        rows = stream.noise(size)
-        for rb in buffers:
-            rb.extend(rows)
-        assert same_rows(*(rb[:] for rb in buffers))
+    rb.extend(through([80, 81]))
 
 
 def test_rows_without_next_observation_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
-    rb.extend(_steps([0, 1, 2]))
+    rb.extend(through([0, 1, 2]))
     with pytest.raises(ValueError, match=r"\('next', 'observation'\).*got nothing"):
-        rb.extend(_steps([2, 3]).exclude(("next", "observation")))
+        rb.extend(through([2, 3]).exclude(("next", "observation")))
 
 
 @pytest.mark.parametrize("lane", [None, 1])
 def test_after_a_cut_another_episode_begins(lane: int | None) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2, dedup_next=True))
-    rows = torch.stack([_steps([0, 1, 2]), _steps([0, 1, 2])])
+    rows = torch.stack([through([0, 1, 2]), through([0, 1, 2])])
     rb.extend(rows)
     rb.writer.cut(lane)
     if lane is not None:
         _refused(rb, rows, r"row 0 \(lane 0\): .*newest")
-        rows[0] = _steps([2, 1, 0])
+        rows[0] = through([2, 1, 0])
     rb.extend(rows)
     assert bool((rb[:, 2:] == rows).all())
     # The cut was behind that row, and is no more.
-    other = torch.stack([_steps([5, 6, 7]), _steps([5, 6, 7])])
+    other = torch.stack([through([5, 6, 7]), through([5, 6, 7])])
     _refused(rb, other, r"row 0 \(lane 0\): .*newest")
 
 

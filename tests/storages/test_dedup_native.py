@@ -14,19 +14,8 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
 from replaykit.storages.dedup_memory import NativeObservations
+from tests.storages.dedup import through
 from tests.support.refusals import refuses
-
-
-def _steps(values: list[float], **columns: Any) -> TensorDict:
-    """An episode through these observations, one row shorter than they are."""
-    x = torch.tensor(values, dtype=torch.float32)[:, None]
-    count = len(values) - 1
-    flag = torch.zeros(count, 1, dtype=torch.bool)
-    following = {"observation": x[1:].clone(), "done": flag}
-    rows = TensorDict({"observation": x[:-1].clone(), "next": following}, [count])
-    for key, value in columns.items():
-        rows[tuple(key.split("__"))] = torch.tensor(value)
-    return rows
 
 
 def _with(rows: TensorDict, slots: int, *, core: bool = True, **options: Any) -> ReplayBuffer:
@@ -104,10 +93,10 @@ def test_core_and_torch_store_equal_rows(
 
 
 def test_the_core_is_used(calls: dict[str, int]) -> None:
-    rb = _with(_steps([0, 1, 2]), 50)
+    rb = _with(through([0, 1, 2]), 50)
     known = calls["threads"]
-    rb.extend(_steps([2, 3, 4]))
-    rb.add(_steps([4, 5])[0])
+    rb.extend(through([2, 3, 4]))
+    rb.add(through([4, 5])[0])
     assert calls == {"threads": known + 4, "gather": 0, "shown": 0}  # to compare and to write
     rb.sample(8)
     rb.storage.require().gather_keys([("next", "observation")], torch.arange(3))
@@ -119,10 +108,10 @@ def test_the_core_is_used(calls: dict[str, int]) -> None:
 def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: Any) -> None:
     storage = LazyMemmapStorage(500, scratch_dir=tmp_path, dedup_next=True, on_mismatch="dense")
     rb = ReplayBuffer(storage=storage)
-    rb.extend(_steps([0, 1, 2]))
+    rb.extend(through([0, 1, 2]))
     known = calls["threads"]
     for turn in range(20):  # more overflow rows than the first table has, which then is larger
-        rows = _steps([float(x) for x in range(11)])
+        rows = through([float(x) for x in range(11)])
         rows["next", "observation"] += turn / 64 + 0.5
         rb.extend(rows)
     assert calls["threads"] == known + 40
@@ -138,7 +127,7 @@ def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: 
 
 @pytest.mark.parametrize("core", [True, False])
 def test_slots_outside_are_refused(core: bool) -> None:
-    rb = _with(_steps([0, 1, 2]), 40, core=core)
+    rb = _with(through([0, 1, 2]), 40, core=core)
     for slot in (-1, 2, 40, 2**40):
         refuses(IndexError, rf"\[0, 2\).*{slot}", rb.storage.read, torch.tensor([0, slot]))
 
@@ -246,15 +235,15 @@ def test_the_core_is_used_for_streams(length: int | None, make: Any, calls: dict
         writer=None if length is None else LaneWriter(length),
         batch_size=8,
     )
-    rb.extend(_steps([0, 1, 2], env=[1, 1]))
+    rb.extend(through([0, 1, 2], env=[1, 1]))
     known = calls["threads"]
-    rb.extend(_steps([2, 3, 4], env=[1, 1]))
-    rb.extend(_steps([7, 8], env=[2]))
-    rb.add(_steps([4, 5], env=[1])[0])
+    rb.extend(through([2, 3, 4], env=[1, 1]))
+    rb.extend(through([7, 8], env=[2]))
+    rb.add(through([4, 5], env=[1])[0])
     assert calls == {"threads": known + 6, "gather": 0, "shown": 0}
     rb.sample()
     assert calls["gather"] == (make is LazyTensorStorage)
     assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 8, 5]
     assert rb.storage.overflow_rows == 2
     with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
-        rb.extend(_steps([6, 7], env=[2]))
+        rb.extend(through([6, 7], env=[2]))

@@ -194,16 +194,12 @@ def test_slots_of_a_low_level_write(cursor: Any, slots: list[int]) -> None:
     assert found.tolist() == slots
 
 
-@pytest.mark.parametrize("cursor", [7, -1, [0, 7], torch.tensor([-1]), range(6, 9)])
-def test_slots_outside_the_capacity_are_refused(cursor: Any) -> None:
-    refuses(IndexError, r"expected rows in \[0, 7\), got", as_slots, cursor, 7)
-
-
-@pytest.mark.parametrize("cursor", [True, torch.tensor([True, False]), [False], 1.5, "a", None])
-def test_a_mask_is_no_list_of_slots(cursor: Any) -> None:
-    """Its values would be taken for the slots 0 and 1."""
-    with pytest.raises(TypeError):
-        as_slots(cursor, 7)
+def test_what_names_no_slots_is_refused() -> None:
+    for cursor in (7, -1, [0, 7], torch.tensor([-1]), range(6, 9)):
+        refuses(IndexError, r"expected rows in \[0, 7\), got", as_slots, cursor, 7)
+    # The values of a mask would be taken for the slots 0 and 1.
+    for mask in (True, torch.tensor([True, False]), [False], 1.5, "a", None):
+        refuses(TypeError, "expected", as_slots, mask, 7)
 
 
 @pytest.mark.pitfall("WR11")

@@ -228,27 +228,6 @@ def test_slots_that_do_not_exist_have_no_record(tables: bool) -> None:
     assert ledger.generations(outside).tolist() == [-1] * 4
 
 
-@pytest.mark.pitfall("WR10")
-def test_counters_continue_beyond_2_to_the_31() -> None:
-    """WR10: cursor, length, positions and generations are int64."""
-    slots = 2**31 + 8
-    ledger = Ledger(slots)
-    ledger.advance(2**31 - 1)
-    assert (ledger.length, ledger.cursor) == (2**31 - 1, 2**31 - 1)
-    assert ledger.next_slots(3).tolist() == [2**31 - 1, 2**31, 2**31 + 1]
-    ledger.advance(12)
-    assert (ledger.length, ledger.cursor, ledger.next_position) == (slots, 3, 2**31 + 11)
-    assert ledger.positions(torch.tensor([0, 2, 3, slots - 1])).tolist() == [
-        slots,
-        slots + 2,
-        3,
-        slots - 1,
-    ]
-    assert ledger.generations(torch.tensor([2, 3])).tolist() == [1, 0]
-    ledger.advance(2**40)
-    assert ledger.next_position == 2**40 + 2**31 + 11
-
-
 def test_a_ring_spends_no_memory_on_its_slots() -> None:
     ledger = Ledger(2**62)
     ledger.advance(2**61)

@@ -70,21 +70,6 @@ def full(*_: Any) -> None:
 
 
 @needs_fork
-@pytest.mark.parametrize("durable", [(False, True), (True, False)])
-def test_write_interrupted_by_kill_is_undone_on_opening(
-    tmp_path: Path, durable: tuple[bool, bool]
-) -> None:
-    def work() -> None:
-        rb = opened(tmp_path, durable=durable[0])
-        rb.extend(rows(0, 10))
-        type(rb.storage).commit = die
-        rb.extend(rows(50, 5))
-
-    in_child(work)
-    assert opened(tmp_path, durable=durable[1])["number"].tolist() == list(range(10))
-
-
-@needs_fork
 def test_a_child_of_a_killed_process_does_not_hold_the_folder(tmp_path: Path) -> None:
     reading, told = os.pipe()
     waiting, leave = os.pipe()
@@ -231,29 +216,35 @@ def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("patched", "real", "change"),
     [
-        lambda rb: rb.__setitem__(torch.tensor([1, 2]), rows(70, 2)),
-        lambda rb: rb.set_("number", torch.arange(20, 30)),
-        lambda rb: rb.update_if_present(
-            index=torch.tensor([1]),
-            generation=torch.tensor([0]),
-            patch={"number": torch.tensor([1])},
+        (Columns, Columns.put, lambda rb: rb.__setitem__(torch.tensor([1, 2]), rows(70, 2))),
+        (Columns, Columns.put, lambda rb: rb.set_("number", torch.arange(20, 30))),
+        (
+            Columns,
+            Columns.put,
+            lambda rb: rb.update_if_present(
+                index=torch.tensor([1]),
+                generation=torch.tensor([0]),
+                patch={"number": torch.tensor([1])},
+            ),
         ),
+        (LazyMemmapStorage, lambda *_: None, lambda rb: rb.extend(rows(50, 5))),
     ],
-)  # fmt: skip
-def test_an_edit_that_is_interrupted_is_taken_back_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any
+)
+def test_a_change_that_is_interrupted_is_taken_back_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: Any, real: Any, change: Any
 ) -> None:
     rb = opened(tmp_path)
     rb.set_writer(RoundRobinWriter(track_generations=True))
     rb.extend(rows(0, 10))
+    name = "put" if patched is Columns else "commit"
 
     def both(rb: ReplayBuffer) -> None:
         with rb.storage.lock, monkeypatch.context() as patch:
             rb[5] = rows(55, 1)[0]  # in the same hold of the lock, and to its end
-            patch.setattr(Columns, "put", and_then_interrupted(Columns.put))
-            edit(rb)
+            patch.setattr(patched, name, and_then_interrupted(real))
+            change(rb)
 
     with pytest.raises(KeyboardInterrupt):
         both(rb)
@@ -261,27 +252,6 @@ def test_an_edit_that_is_interrupted_is_taken_back_and_no_other(
     assert rb["number"].tolist() == wanted
     del rb
     assert opened(tmp_path)["number"].tolist() == wanted
-
-
-def test_a_write_that_is_interrupted_takes_no_earlier_one_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    def both(rb: ReplayBuffer) -> None:
-        with rb.storage.lock, monkeypatch.context() as patch:
-            rb.extend(rows(10, 2))
-            patch.setattr(type(rb.storage), "commit", interrupted)
-            rb.extend(rows(50, 5))
-
-    rb = opened(tmp_path)
-    rb.extend(rows(0, 10))
-    with pytest.raises(KeyboardInterrupt):
-        both(rb)
-    assert rb["number"].tolist() == [10, 11, *range(2, 10)]
-    del rb
-    assert opened(tmp_path)["number"].tolist() == [10, 11, *range(2, 10)]
 
 
 # -- parts ------------------------------------------------------------------------------------
