@@ -102,7 +102,7 @@ def test_every_version_names_its_damaged_file_and_no_other_one(
             content[:-1],
             content[: len(content) // 2],
         ]
-        damages += flipped(content, max(1, len(content) // 40))
+        damages += flipped(content, max(1, len(content) // 12))
         for damage in damages:
             shutil.rmtree(bad, ignore_errors=True)
             shutil.copytree(good, bad)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import shutil
 import time
@@ -37,6 +36,7 @@ from replaykit import (
 from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.ledger import Ledger
+from tests.checkpoint.building import overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -372,12 +372,7 @@ def test_first_sample_finds_inconsistent_sampler_state(
     name: str, entry: str, match: str, tmp_path: Path
 ):
     filled(name).dumps(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    tensor = manifest["parts"]["sampler"][entry]["name"]
-    file, offset, _ = manifest["tensors"][tensor]["pieces"][0]
-    with open(tmp_path / file, "r+b") as opened:
-        opened.seek(offset)
-        opened.write(b"\xff" * 8)  # -1, or not a number
+    overwrite(tmp_path, "sampler", entry, value=b"\xff" * 8)  # -1, or not a number
     mapped = make(name)
     mapped.loads(tmp_path, mmap=True)
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from replaykit import (
 from replaykit.checkpoint import ReadLater
 from replaykit.episodes import EpisodeIndex
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -120,12 +120,7 @@ def _opened_without_priorities(folder: Path) -> ReplayBuffer:
     filled = make()
     filled.extend(rows(0, 250))
     filled.dumps(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    name = manifest["parts"]["sampler"]["_priorities"]["name"]
-    file, offset, _ = manifest["tensors"][name]["pieces"][0]
-    with open(folder / file, "r+b") as opened:
-        opened.seek(offset)
-        opened.write(b"\xff" * 4)
+    overwrite(folder, "sampler", "_priorities", value=b"\xff" * 4)
     mapped = make()
     mapped.loads(folder, mmap=True)
     return mapped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -26,6 +25,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -135,20 +135,9 @@ def same(a: ReplayBuffer, b: ReplayBuffer) -> None:
     assert np.array_equal(np.sort(around[0][2:]), np.sort(around[1][2:]))
 
 
-def entry_of(manifest: dict[str, Any], name: str) -> str:
-    found = manifest["parts"]["writer"]
-    for key in name.split("."):
-        found = found[key]
-    return str(found["name"])
-
-
-def damage(folder: Path, name: str, value: bytes, at: int = 5) -> None:
-    """Writes into a table of the writer's state, and leaves its checksum as it was."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    file, offset, _ = manifest["tensors"][entry_of(manifest, name)]["pieces"][0]
-    with open(folder / file, "r+b") as opened:
-        opened.seek(offset + at * 8)
-        opened.write(value)
+def damage(folder: Path, name: str, value: bytes) -> None:
+    """Write into a table of the writer's state."""
+    overwrite(folder, "writer", *name.split("."), value=value, at=5 * 8)
 
 
 @pytest.mark.parametrize("slices", [False, True])
