@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
-    RoundRobinWriter,
 )
 from replaykit.storages import observation_table
 from tests.storages.dedup import through
@@ -254,37 +254,6 @@ def test_whole_batch_is_checked_including_rows_beyond_capacity() -> None:
     _refused(ReplayBuffer(storage=LazyTensorStorage(2, dedup_next=True)), rows, "row 1")
 
 
-def test_row_without_predecessor_accepts_any_value_once() -> None:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(5, dedup_next=True),
-        writer=RoundRobinWriter(track_generations=True),
-    )
-    rb.extend(through([0, 1, 2, 3]))
-
-    def other(value: float) -> None:
-        rb.extend(through([value, value + 1]))
-        _refused(rb, through([value, value]), "row 0")
-
-    rb.writer.write_at(1, through([50, 51])[0])
-    other(10)
-    rb.set_(("next", "observation"), rb["next", "observation"] + 1)
-    other(20)
-    rb[-1] = rb[-1]
-    other(30)
-    rb.load_state_dict(rb.state_dict())
-    other(40)
-    rb.empty()
-    other(50)
-    rb.storage.set([0], through([60, 61]))
-    other(70)
-    # What has nothing to do with observations changes nothing.
-    rb.set_(("next", "done"), torch.zeros(len(rb), 1, dtype=torch.bool))
-    _refused(rb, through([0, 1]), "row 0")
-    # A flag that is set afterwards ends the episode.
-    rb.set_at_(("next", "done"), torch.ones(len(rb), 1, dtype=torch.bool), slice(None))
-    rb.extend(through([80, 81]))
-
-
 def test_rows_without_next_observation_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(through([0, 1, 2]))
@@ -326,7 +295,8 @@ WRITERS = pytest.mark.parametrize("length", [None, 6], ids=["ring", "by stream"]
 
 
 def _buffer(length: int | None, *rows: TensorDict, **options: Any) -> ReplayBuffer:
-    storage = LazyTensorStorage(18, dedup_next=True, lane_key="env", **options)
+    options = {"lane_key": "env", **options}
+    storage = LazyTensorStorage(18, dedup_next=True, **options)
     rb = ReplayBuffer(storage=storage, writer=None if length is None else LaneWriter(length))
     for part in rows:
         rb.extend(part)
@@ -363,41 +333,61 @@ def test_rows_after_an_end_may_start_at_any_value(length: int | None, ends: dict
     assert rb["next", "observation"].flatten().tolist() == [1, 11, 2, 51]
 
 
-@WRITERS
-def test_forgotten_expectations_accept_any_next_row_once(
-    length: int | None, tmp_path: Path
-) -> None:
-    rb = _buffer(length, _streams([1, 2], [0, 10], [1, 11]))
+def _saved_and_loaded(rb: ReplayBuffer) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rb.dumps(folder)
+        rb.loads(folder)
 
-    def other(value: float) -> None:
-        """Rows that go on from nothing are taken once."""
-        rb.extend(_streams([1, 2], [value, value], [value + 1, value + 1]))
-        _refused(rb, _streams([2], [value], [value]), "row 0")
-        _refused(rb, _streams([1], [value], [value]), "row 0")
 
-    rb.cut()
-    other(20)
-    rb.cut(2)
-    _refused(rb, _streams([1], [0], [0]), "row 0")
-    rb.extend(_streams([2, 1], [30, 21], [31, 22]))
-    _refused(rb, _streams([2], [0], [0]), "row 0")
-    rb.set_(("next", "observation"), rb["next", "observation"] + 1)
-    other(40)
-    rb.load_state_dict(rb.state_dict())
-    other(50)
-    rb.dumps(tmp_path)
-    rb.loads(tmp_path)
-    other(60)
-    rb["env"] = rb["env"].clone()
-    other(70)
-    if length is None:
-        rb.writer.write_at(1, _streams([1], [80], [81])[0])
-        other(90)
-    rb.empty()
-    other(100)
+FORGETTING: dict[str, Callable[[ReplayBuffer], Any]] = {
+    "cut": lambda rb: rb.cut(),
+    "edited next": lambda rb: rb.set_(("next", "observation"), rb["next", "observation"] + 1),
+    "edited rows": lambda rb: rb.__setitem__(slice(None), rb[:].clone()),
+    "edited streams": lambda rb: rb.__setitem__("env", rb["env"].clone()),
+    "ended": lambda rb: rb.set_(("next", "done"), torch.ones(len(rb), 1, dtype=torch.bool)),
+    "state": lambda rb: rb.load_state_dict(rb.state_dict()),
+    "saved": _saved_and_loaded,
+    "empty": lambda rb: rb.empty(),
+    "write_at": lambda rb: rb.writer.write_at(1, _streams([1], [80], [81])[0]),
+    "set": lambda rb: rb.storage.set([0], _streams([1], [60], [61])),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "forget"),
+    [
+        (kind, forget)
+        for kind in ("one stream", "ring", "by stream")
+        for forget in FORGETTING
+        if (kind, forget) != ("one stream", "edited streams")
+        and (kind, forget[:2]) not in (("by stream", "wr"), ("by stream", "se"))
+    ],
+)
+def test_forgotten_expectations_accept_any_next_row_once(kind: str, forget: str) -> None:
+    envs = [1, 1] if kind == "one stream" else [1, 2]
+
+    def rows(value: float) -> TensorDict:
+        values = [value, value + 1] if kind == "one stream" else [value, value]
+        return _streams(envs, values, [one + 1 for one in values])
+
+    options = {"lane_key": None} if kind == "one stream" else {}
+    rb = _buffer(6 if kind == "by stream" else None, rows(0), **options)
+    _refused(rb, rows(20), "row 0")
+    FORGETTING[forget](rb)
+    rb.extend(rows(20))
+    for env in envs:
+        _refused(rb, _streams([env], [40], [41]), "row 0")
     # What has nothing to do with observations changes nothing.
     rb.set_(("next", "done"), torch.zeros(len(rb), 1, dtype=torch.bool))
+    _refused(rb, rows(40), "row 0")
+
+
+def test_a_cut_of_one_stream_leaves_the_others() -> None:
+    rb = _buffer(6, _streams([1, 2], [0, 10], [1, 11]))
+    rb.cut(2)
     _refused(rb, _streams([1], [0], [0]), "row 0")
+    rb.extend(_streams([2, 1], [30, 1], [31, 2]))
+    _refused(rb, _streams([2], [0], [0]), "row 0")
 
 
 @WRITERS
