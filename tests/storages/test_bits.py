@@ -31,11 +31,13 @@ def _by_bytes(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
     rows=st.integers(0, 9),
     first=st.integers(0, 3),
     seed=st.integers(0, 99),
+    block=st.sampled_from([64, memory._BLOCK_BYTES]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_differing_finds_rows_with_other_bytes(
-    dtype: torch.dtype, shape: Any, rows: int, first: int, seed: int, filled: Any
+    dtype: torch.dtype, shape: Any, rows: int, first: int, seed: int, block: int, filled: Any
 ) -> None:
+    """In blocks of any size, whose results are joined."""
     # Slices of longer tensors: an odd row leaves words of eight bytes unaligned.
     a, b = (filled((rows + 3, *shape), dtype, s)[first:][:rows] for s in (seed, seed + 1))
     mixed = torch.arange(rows) % 3 == 0
@@ -43,19 +45,11 @@ def test_differing_finds_rows_with_other_bytes(
     keep = mixed.view(-1, *[1] * len(shape))
     if dtype is not torch.uint16:
         b = torch.where(keep, raw_a, raw_b).view(dtype)
-    assert differing(a, b).tolist() == _by_bytes(a, b)
     wide = torch.stack([a.view(dtype), b.view(dtype)], 1)  # rows that are not in one piece
-    assert differing(wide[:, 0], wide[:, 1]).tolist() == _by_bytes(a, b)
-
-
-def test_differing_joins_results_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_BLOCK_BYTES", 64)
-    a = torch.randint(
-        0, 2, (101, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    b = a.clone()
-    b[::7, 3] += 1
-    assert differing(a, b).tolist() == [i % 7 == 0 for i in range(101)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_BLOCK_BYTES", block)
+        assert differing(a, b).tolist() == _by_bytes(a, b)
+        assert differing(wide[:, 0], wide[:, 1]).tolist() == _by_bytes(a, b)
 
 
 def test_differing_distinguishes_signed_zeros_and_accepts_nan() -> None:
