@@ -223,6 +223,21 @@ def test_a_checkpoint_has_each_observation_once(
 
 
 @pytest.mark.parametrize("kind", ["ring", "streams"])
+def test_saved_again_and_again(kind: str, tmp_path: Path, transitions: Any, same_rows: Any) -> None:
+    rows, buffers = Rows(transitions, 3, kind), all_stored(kind, slots=300)
+    for turn in range(6):
+        batch = rows.steps(90)
+        for place, rb in enumerate(buffers):
+            rb.extend(batch)
+            if turn == 3:
+                rb.set_at_("pixels", batch["pixels"][:5], [1, 9, 4, 7, 200])
+            rb.dumps(tmp_path / str(place))
+            other = buffer(kind, list(STORED)[(place + turn) % 3], 300)
+            other.loads(tmp_path / str(place))
+            assert same_rows(other[:], buffers[0][:])
+
+
+@pytest.mark.parametrize("kind", ["ring", "streams"])
 def test_a_storage_alone_is_saved_and_loaded(
     kind: str, tmp_path: Path, transitions: Any, same_rows: Any
 ) -> None:

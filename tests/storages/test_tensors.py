@@ -242,6 +242,14 @@ def test_other_lanes_are_refused(make_lanes: Any, snapshot: Any) -> None:
     assert snapshot(rb) == before
 
 
+def test_lanes_iterate_element_by_element_in_time_order(make_lanes: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2))
+    rb.extend(make_lanes(0, 3))
+    rows = list(rb.storage)
+    assert [int(row["id"]) for row in rows] == [0, 100, 1, 101, 2, 102]
+    assert rows[0].batch_size == ()
+
+
 def test_coordinates_are_distinguished_from_positions() -> None:
     storage = TensorStorage(torch.arange(6).view(3, 2), ndim=2)
     assert storage[torch.tensor([[2, 1], [0, 0]])].tolist() == [5, 0]
