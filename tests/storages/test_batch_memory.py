@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import queue
 import threading
@@ -106,18 +107,11 @@ def _index(rb: ReplayBuffer) -> Any:
     return rb[torch.randint(ROWS, (8,))]
 
 
-def _keys(rb: ReplayBuffer) -> Any:
-    columns: Any = rb.storage.require()
-    keys = [*rb.storage.schema.leaves]
-    return TensorDict(columns.gather_keys(keys, torch.randint(ROWS, (8,))), [8])
-
-
 WAYS: dict[str, tuple[dict[str, Any], Callable[[ReplayBuffer], Any]]] = {
     "sample": ({}, _sample),
     "contiguous": ({"contiguous": True}, _sample),
     "prefetch": ({"prefetch": 2}, _sample),
     "index": ({}, _index),
-    "keys": ({}, _keys),
 }
 
 
@@ -154,6 +148,16 @@ def test_steady_loop_allocates_no_batch(
     rb.shutdown()
 
 
+def test_some_leaves_are_read_into_memory_used_before() -> None:
+    columns: Any = _buffer().storage.require()
+    for _ in range(6):
+        index = torch.randint(ROWS, (8,))
+        found = columns.gather_keys([("image",), ("next", "image")], index)
+        assert (found["image",] == index[:, None]).all()
+        assert (found["next", "image"] == index[:, None] + 1).all()
+    assert columns.batch_memory.allocations < 6
+
+
 def test_records_of_a_large_batch_are_in_memory_used_before() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=40_000)
     ids = torch.arange(100)
@@ -162,6 +166,28 @@ def test_records_of_a_large_batch_are_in_memory_used_before() -> None:
         batch = rb.sample()
         assert (batch["x"] == batch["id"][:, None]).all()
     assert 0 < _count(rb) < 6
+
+
+def test_steady_loop_touches_no_new_pages(run_python: Any) -> None:
+    """With these settings, the C library returns all large memory to the system at once."""
+    program = f"""
+import resource, torch
+from tensordict import TensorDict
+from replaykit import LazyTensorStorage, ReplayBuffer
+torch.set_num_threads(1)
+rb = ReplayBuffer(storage=LazyTensorStorage({ROWS}), batch_size=8)
+rb.extend(TensorDict({{"image": torch.zeros({ROWS}, {WIDTH}, dtype=torch.uint8),
+                       "after": torch.ones({ROWS}, {WIDTH}, dtype=torch.uint8)}}, [{ROWS}]))
+for _ in range(8):
+    batch = rb.sample()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    batch = rb.sample()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    small = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = run_python(program, fresh=True, timeout=60, env={**os.environ, **small})
+    assert int(done.stdout) < 20 * 2 * 8 * WIDTH // 4096 // 10
 
 
 def test_kept_batches_keep_their_values(threads: None) -> None:
@@ -250,6 +276,30 @@ print("done")
 """
     done = run_python(f"import warnings; warnings.simplefilter('ignore')\n{program}", timeout=60)
     assert done.stdout == "done\n"
+
+
+def test_batch_outlives_its_buffer_and_takes_no_more_than_its_memory(run_python: Any) -> None:
+    program = """
+import gc, torch
+from tensordict import TensorDict
+from replaykit import LazyTensorStorage, ReplayBuffer
+torch.set_num_threads(1)
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=100)
+rb.extend(TensorDict({"id": torch.arange(4), "image": torch.ones(4, 65536)}, [4]))
+before = resident()
+batches = [rb.sample() for _ in range(4)]  # of 25 MiB
+batch = batches[0]
+del rb, batches
+gc.collect()
+print((resident() - before) >> 20, bool((batch["image"] == 1).all()))
+"""
+    done = run_python(program, timeout=60)
+    megabytes, whole = done.stdout.split()
+    assert int(megabytes) < 45
+    assert whole == "True"
 
 
 def test_memory_dies_with_the_storage() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from replaykit import (
     Compose,
+    HindsightGoal,
     LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -399,6 +402,72 @@ def test_batches_equal_those_of_dense_rows(
         assert same_rows(batches[0], batches[1])
         assert same_rows(batches[0], batches[2])
         assert same_rows(*(rb[3:9] for rb in buffers[:2]))
+
+
+@ONE_LANE
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_deduplicated_goals_give_equal_batches(kind: str, strategy: str) -> None:
+    env, number = torch.arange(120) % 3, torch.arange(120) // 3
+    if kind == "ring":
+        env, number = torch.zeros(120, dtype=torch.long), torch.arange(120)
+    goal, reached = torch.full((120, 2), -1.0), torch.stack([number * 1.0, env * 1.0], 1)
+    following = {
+        "achieved_goal": reached + torch.tensor([1.0, 0.0]),
+        "desired_goal": goal,
+        "reward": torch.zeros(120, 1),
+        "done": (number % 7 == 6)[:, None],
+    }
+    here = {"env": env, "achieved_goal": reached, "desired_goal": goal}
+    rows, batches = TensorDict({**here, "next": following}, [120]), []
+    for kept_once in (False, ["achieved_goal", "desired_goal"]):
+        rb = ReplayBuffer(
+            storage=LazyTensorStorage(45, dedup_next=kept_once, **KINDS[kind]),
+            writer=LaneWriter(15) if kind == "stream rings" else None,
+            transform=Compose(HindsightGoal(0.7, strategy), NStep(2, 0.5)),
+            sampler=SliceSampler(slice_len=2),
+            batch_size=60,
+            generator=torch.Generator().manual_seed(1),
+        )
+        for part in rows.split(17):
+            rb.extend(part)
+        batches.append(rb.sample())
+    one, other = batches
+    assert (one["desired_goal"] >= 0).any()
+    for key in one.keys(True, True):
+        assert torch.equal(one[key], other[key]), key
+
+
+@ONE_LANE
+def test_concurrent_readers_see_whole_rows(kind: str) -> None:
+    """All values of row t of a stream are t, and those that follow are t + 1."""
+    rb, wrong, stop = buffer(kind, slots=64, length=12), [], threading.Event()
+    random, at = np.random.default_rng(0), np.zeros(5, np.int64)
+
+    def rows(count: int) -> TensorDict:
+        env = random.integers(0, 1 if kind == "ring" else 5, count)
+        t = np.empty(count, np.int64)
+        for place, one in enumerate(env):
+            t[place] = at[one]
+            at[one] += 1
+        x = torch.from_numpy(t)[:, None].expand(count, 40)
+        return TensorDict({"env": torch.from_numpy(env), "x": x, "next": {"x": x + 1}}, [count])
+
+    def read() -> None:
+        while not stop.is_set():
+            batch = rb.sample()
+            if not bool((batch["x"] + 1 == batch["next", "x"]).all()):
+                wrong.append(batch)
+
+    rb.extend(rows(10))
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for turn in range(200):
+        rb.extend(rows(turn % 9 + 1))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
 
 
 def test_default_device_and_inference_mode_do_not_affect_rows(

@@ -194,7 +194,7 @@ def test_slots_of_a_low_level_write(cursor: Any, slots: list[int]) -> None:
     assert found.tolist() == slots
 
 
-def test_what_names_no_slots_is_refused() -> None:
+def test_slots_outside_the_storage_are_refused() -> None:
     for cursor in (7, -1, [0, 7], torch.tensor([-1]), range(6, 9)):
         refuses(IndexError, r"expected rows in \[0, 7\), got", as_slots, cursor, 7)
     # The values of a mask would be taken for the slots 0 and 1.
