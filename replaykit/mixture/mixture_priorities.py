@@ -172,7 +172,7 @@ def _row_by_row(data: Any) -> Any:
     Batch dimensions inside the rows become feature dimensions.
     """
     if data.batch_dims <= 2 or not all(_along_rows(data, key) for key in (INDEX, IDS)):
-        return data if data.batch_dims == 1 else data.reshape(-1)
+        return data if data.batch_dims == 1 else data.reshape(data.batch_size.numel())
     flat = data.flatten(0, 1).copy()
     own = flat.batch_dims - 1
     info = {

@@ -134,7 +134,8 @@ def selected_elements(index: Any, shape: torch.Size, strides: Sequence[int]) -> 
         found = torch.zeros((), dtype=torch.int64, device="cpu")
         for part, size, stride in zip(parts, shape, strides, strict=True):
             if isinstance(part, slice):
-                found = found[..., None] + arange(*part.indices(size)) * stride
+                chosen = np.arange(*part.indices(size), dtype=np.int64)  # may end before it begins
+                found = found[..., None] + torch.from_numpy(chosen) * stride
             else:
                 found = found + part % size * stride
         return found

@@ -79,8 +79,6 @@ def test_rows_are_read_and_replaced_where_every_index_says(kind: str, name: str)
         assert result.batch_size == (len(expected),)
         assert check_whole(result) == [IDS[i] for i in expected]
     assert set(result.keys()) == {"id", "observation", "pixels", "next"}
-    if name == "none":  # an assignment refuses a slice that ends before it begins
-        return
     where = [expected] if isinstance(expected, int) else expected
     buffer[index] = rows(1, 50)[0] if isinstance(expected, int) else rows(len(where), 50)
     replaced = dict(zip(where, range(50, 60), strict=False))  # the last of equal slots wins
