@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -803,3 +804,13 @@ def test_wrong_calls_are_refused() -> None:
     refuses(RuntimeError, "got an empty buffer", buffer.sample, 3)
     words = r"replay_buffer_kwargs={'prioritized': True}"
     refuses(RuntimeError, words, buffer.update_priority, None, torch.zeros(3))
+
+
+def test_the_package_is_imported_at_first_use_and_named_if_it_is_missing() -> None:
+    code = (
+        "import sys, replaykit.adapters; assert 'stable_baselines3' not in sys.modules; "
+        "sys.modules['stable_baselines3'] = None; replaykit.adapters.SB3ReplayBuffer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError" in done.stderr
+    assert "pip install 'replaykit[sb3]'" in done.stderr
