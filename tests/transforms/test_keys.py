@@ -56,7 +56,6 @@ ALL = {"a", "b", ("next", "a"), ("next", "deep", "c")}
         (SelectTransform("next"), {("next", "a"), ("next", "deep", "c")}),
         (RenameTransform(["next"], ["n"]), {"a", "b", ("n", "a"), ("n", "deep", "c")}),
     ],
-    ids=repr,
 )
 def test_excluded_keys_go_and_selected_ones_stay(
     data: TensorDict, fingerprint: Any, transform: Any, left: set[Any]
