@@ -214,6 +214,8 @@ def test_a_body_that_is_always_cut_ends_in_one_error(hub: Any, tmp_path: Path, c
     listing = listing_of()
     with pytest.raises(DownloadError, match=r"broke off") as caught:
         fetch(listing, retry=Retry(attempts=2, first_wait_s=0))
+    for part in (B, REPO, listing.commit):
+        assert part in str(caught.value)
     assert caught.value.__cause__ is not None
     assert hub.faults[0].used == 12  # the client makes 6 requests, in each of 2 attempts
     assert not any(

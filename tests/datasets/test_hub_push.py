@@ -64,11 +64,11 @@ def test_card_lists_licence_size_and_tags(hub: Any, target: Path) -> None:
     text = hub.files("me/steps")["README.md"].decode()
     assert "6 rows, 2 episodes" in text
     assert "| `next/reward` | float64 | [1] |" in text
-    # The licence of the source travels.
-    manifest_with(target, license="cc-by-4.0")
+    # The licence of the source travels, and replaces that of the card.
+    manifest_with(target, license="cc0-1.0")
     send(target, license=None)
-    assert header(hub)["license"] == "cc-by-4.0"
-    with pytest.raises(ValueError, match=r"the source has 'cc-by-4\.0', got 'mit'"):
+    assert header(hub)["license"] == "cc0-1.0"
+    with pytest.raises(ValueError, match=r"the source has 'cc0-1\.0', got 'mit'"):
         send(target, license="mit")
 
 

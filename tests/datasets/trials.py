@@ -118,9 +118,11 @@ def assert_ted(found: Published) -> None:
     assert starts.tolist() == [0, *np.cumsum(lengths.numpy())[:-1]]
     assert int(lengths.sum()) == found.rows
     assert done.nonzero().flatten().tolist() == (starts + lengths - 1).tolist()
-    ids = torch.stack([data["seed"], data["episode"]], 1)
-    assert torch.equal(ids, ids[starts].repeat_interleave(lengths, 0))
-    assert len(ids.unique(dim=0)) == len(starts)
+    rows, table = (
+        torch.stack([each["seed"], each["episode"]], 1) for each in (data, found.episodes)
+    )
+    assert torch.equal(rows, table.repeat_interleave(lengths, 0))
+    assert len(table.unique(dim=0)) == len(starts)
     inside = ~done[:-1]
     following, after = data["next", "observation"][:-1][inside], data["observation"][1:][inside]
     is_equal = following == after

@@ -542,8 +542,7 @@ def through_state(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -
     return fresh
 
 
-@pytest.mark.pitfall("WR18")
-@pytest.mark.parametrize(
+each_way_on = pytest.mark.parametrize(
     "onward",
     [
         through_files,
@@ -553,6 +552,10 @@ def through_state(buffer: ReplayBuffer, folder: Path, make: Callable[[], Any]) -
     ],
     ids=["dumps", "state_dict", "pickle", "deepcopy"],
 )
+
+
+@pytest.mark.pitfall("WR18")
+@each_way_on
 def test_rows_held_back_are_saved(onward: Any, tmp_path: Path) -> None:
     """A pickle goes on where the buffer was; what files say ends with a restart."""
 
@@ -570,6 +573,37 @@ def test_rows_held_back_are_saved(onward: Any, tmp_path: Path) -> None:
     expected = reading[:]
     for key in ("steps_used", "bootstrap", ("next", "reward"), ("next", "observation")):
         assert buffer.storage[:][key].equal(expected[key])
+
+
+class Later(Transform):
+    """A transform of a user: rows are stored with the next write."""
+
+    held: torch.Tensor | None = None
+
+    def inv(self, data: Any) -> Any:
+        stored, self.held = self.held, data
+        return stored
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["held"]
+
+
+@pytest.mark.pitfall("WR18")
+@each_way_on
+def test_rows_that_any_transform_holds_back_are_saved(onward: Any, tmp_path: Path) -> None:
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(99), transform=Later())
+
+    buffer = make()
+    for turn in range(4):
+        index = buffer.extend(torch.arange(3 * turn, 3 * turn + 3))
+        assert (len(index), len(buffer)) == (3 if turn else 0, 3 * turn)
+        buffer = onward(buffer, tmp_path / str(turn), make)
+    assert buffer[:].tolist() == list(range(9))
+    assert buffer.transform[0].held.tolist() == [9, 10, 11]
 
 
 def test_refused_write_changes_nothing() -> None:

@@ -123,6 +123,14 @@ def test_rewards_of_any_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dty
     assert (found.dtype, rb[:]["return_valid"].shape) == (wanted, (3, 1))
 
 
+def test_without_terminated_flags_done_ends_an_episode() -> None:
+    rows = rows_of([1, 2, 8], [False, True, False])
+    del rows["next", "terminated"], rows["next", "truncated"]
+    rb = buffer_of(ReturnToGo(0.5, default=DEFAULT))
+    rb.extend(rows)
+    assert returns_of(rb) == [2.0, 2.0, DEFAULT]
+
+
 def model(
     rewards: list[float], ended: list[bool], cut: list[bool], lost: list[bool], gamma: float
 ) -> list[float | None]:

@@ -61,10 +61,12 @@ def test_rewards_are_mapped_and_nothing_else(transform: Any, model: Any, fingerp
 
 
 @pytest.mark.parametrize(("transform", "model"), CASES, ids=IDS)
-@pytest.mark.parametrize("name", ["validity_mask", ("collector", "mask"), "column"])
+@pytest.mark.parametrize("name", ["validity_mask", ("collector", "mask"), "column", "mask"])
 def test_padding_keeps_its_values(transform: Any, model: Any, name: Any) -> None:
     data = batch(VALUES)
     real = torch.tensor([True, False, True, True, False, True, True])
+    if name == "mask":  # that of padded trajectories, which are laid side by side
+        data, real = data.reshape(1, -1), real[None]
     if name == "column":
         data["validity_mask"] = real[:, None]
     else:

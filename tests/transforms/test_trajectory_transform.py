@@ -378,11 +378,16 @@ def test_edit_may_add_and_remove_keys() -> None:
     assert ("next", "achieved_goal") not in batch.keys(True)
 
 
-def test_two_trajectory_transforms_apply_in_order() -> None:
-    chain = Compose(TrajectoryTransform(shortened(3)), TrajectoryTransform(repeated(2)), Look())
-    batch = buffer_of(chain, [6, 5]).sample(300)
+def test_two_trajectory_transforms_apply_in_order_and_before_others() -> None:
+    edits = TrajectoryTransform(shortened(3)), TrajectoryTransform(repeated(2))
+    batch = buffer_of(Compose(*edits, Look(Needs(past=2))), [6, 5]).sample(300)
     assert set(batch["row"].tolist()) == {*range(6), *range(100, 106)}
+    step = batch["row"] % 100
+    assert torch.equal(batch["before"] % 100, (step - 1).clamp(min=0))
+    assert torch.equal(batch["after"] % 100, (step + 1).clamp(max=5))
+    assert torch.equal(batch["step"], step)
     assert (batch["count"] == 6).all()
+    assert (batch["reason"] == int(EndReason.TERMINATED)).all()
 
 
 @pytest.mark.parametrize("layout", [{"ndim": 2}, {"lane_key": "env"}])
