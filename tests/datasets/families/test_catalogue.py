@@ -83,8 +83,8 @@ def hub(tmp_path, point_client_at):
     ("name", "lengths", "seeds"),
     [
         ("robomimic:lift/ph/low_dim", [3, 4, 5], [-1] * 3),
-        ("maniskill:Pick-v1/rl", [3, 4], [0, 0]),
-        (f"maniskill:{ManiSkillExperienceReplay.available_datasets[0]}", [3, 4], [0, 0]),
+        ("maniskill:Pick-v1/rl", [3, 4], [5, 7]),
+        (f"maniskill:{ManiSkillExperienceReplay.available_datasets[0]}", [3, 4], [5, 7]),
         ("minari:toys/cart/random-v0", [4, 3], [7, 8]),
         ("vd4rl:main/run/expert/84px", [10] * 3, [-1] * 3),
     ],

@@ -220,7 +220,7 @@ def maniskill(folder: Path) -> Path:
             group["terminated"] = np.zeros(steps, bool)
             group["truncated"] = np.arange(steps) == steps - 1
     episodes = [
-        {"episode_id": number, "elapsed_steps": steps, "episode_seed": 0}
+        {"episode_id": number, "elapsed_steps": steps, "episode_seed": 5 + number}
         for number, steps in ((0, 3), (2, 4))
     ]
     (folder / "trajectory.json").write_text(json.dumps({"episodes": episodes}))
