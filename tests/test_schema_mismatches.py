@@ -208,6 +208,11 @@ SET_WAYS: list[tuple[Callable[[ReplayBuffer], Any], type[Exception], str]] = [
         "key 'observation'",
     ),
     (
+        lambda rb: rb.update_({"id": torch.full((3,), 9), "new": torch.zeros(3)}),
+        KeyError,
+        "no column 'new'",
+    ),
+    (
         lambda rb: rb.update_({"id": torch.arange(3), "next": {"reward": torch.zeros(3)}}),
         ValueError,
         r"key \('next', 'reward'\)",

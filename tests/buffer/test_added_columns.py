@@ -293,6 +293,8 @@ def test_random_edits_and_saves_equal_a_numpy_model(kind: str, tmp_path: Path):
             for key in added.keys() & model.keys():
                 if chance.random() < 0.5:
                     rows[key] = torch.full((count, added[key]), float(turn))
+                wrong = rows.clone().set(key, torch.zeros(count, added[key] + 1))
+                refuses(SchemaError, "got float32", buffer.extend, wrong)
             WRITES[chance.choice(list(WRITES))](buffer, rows)
             given = {key: rows[key].numpy() for key in rows.keys(True, True)}
             for key, values in given.items():

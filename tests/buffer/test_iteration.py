@@ -5,8 +5,22 @@ from __future__ import annotations
 import pytest
 
 from replaykit import SamplerWithoutReplacement
-from tests.buffer.building import buffer_of
+from tests.buffer.building import KINDS, buffer_of, rows
 from tests.support.refusals import refuses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_can_sample_predicts_success_of_sample(kind: str, prefetch: int | None):
+    for sampler, enough in (("random", 1), ("without", 1), ("drop_last", 3)):
+        buffer = buffer_of(kind, sampler=sampler, batch_size=3, prefetch=prefetch)
+        for stored in range(5):
+            assert buffer.can_sample() is buffer.can_sample(3) is (stored >= enough)
+            if stored >= enough:
+                buffer.sample()
+            else:
+                refuses((RuntimeError, ValueError), "stor", buffer.sample)
+            buffer.extend(rows(1, stored))
 
 
 @pytest.mark.parametrize("prefetch", [None, 1, 3])

@@ -155,6 +155,8 @@ def test_a_list_is_not_handed_to_a_spawned_process():
     buffer.extend(rows(3))
     buffer.set_writer(ImmutableDatasetWriter())
     refuses(RuntimeError, "ListStorage cannot be handed to a spawned process", start, buffer)
+    for copied in COPIES.values():  # a copy is as immutable
+        refuses(RuntimeError, "doesn't allow writing", copied(buffer).extend, rows(1))
 
 
 @pytest.mark.parametrize("kind", ["tensor", "memmap"])

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    ConsumingSampler,
     Coverage,
     EpisodeWriter,
     LaneWriter,
@@ -27,6 +28,7 @@ from replaykit import (
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
+    StalenessAwareSampler,
     TensorDictMaxValueWriter,
     TensorStorage,
     Uniform,
@@ -217,6 +219,23 @@ def test_writers_choose_the_rows_that_stay() -> None:
     assert sorted(set(rb[:]["id"].tolist())) == [0, 2]
     found = rb.sampler.stored_priorities(rb.storage)
     assert found.tolist() == (rb[:]["id"] + 1).tolist()
+
+
+def test_draw_counts_and_versions_go_on() -> None:
+    once = ReplayBuffer(storage=LazyTensorStorage(8), sampler=ConsumingSampler(order="age"))
+    stale = StalenessAwareSampler(max_staleness=1)
+    aged = ReplayBuffer(storage=LazyTensorStorage(8), sampler=stale)
+    for rb in (once, aged):
+        rb.extend(_rows(range(11), 0))
+    assert once.sample(2)["x"].tolist() == [3, 4]
+    stale.consumer_version = 2
+    for slots in (5, 7):
+        once.resize(slots)
+        aged.resize(slots)
+        assert aged.sample(64)["staleness"].unique().tolist() == [1]
+    assert once.sample(2)["x"].tolist() == [6, 7]
+    once.extend(_rows(range(11, 13), 0))
+    assert once.sample(9)["x"].tolist() == [8, 9, 10, 11, 12]
 
 
 def test_other_buffers_over_the_storage_follow() -> None:

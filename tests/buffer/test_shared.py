@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import textwrap
 import time
 from pathlib import Path
@@ -30,7 +32,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.storages import shared_storage
-from tests.storages.sharing import another
+from tests.storages.sharing import another, shown
 from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -140,6 +142,19 @@ def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
     sampler: Any = buffer.sampler
     assert len(buffer) == 4
     assert sampler.state_dict()["_priorities"].tolist() == [1, 1, 3, 5]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_copies_of_a_shared_buffer_are_separate(copied: Any) -> None:
+    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, shared=True)
+    buffer.extend(rows(0, 3))
+    before, own = shown(buffer), copied(buffer)
+    own.extend(rows(3, 4))
+    own.update_priority(torch.tensor([0]), torch.tensor([9.0]))
+    assert (own.shared, own.storage.recovery, shown(buffer)) == (False, None, before)
+    buffer.extend(rows(50, 1))
+    assert own["number"].tolist() == list(range(7))
 
 
 LARGE = """

@@ -35,6 +35,26 @@ def write(rb: ReplayBuffer, lanes: list[int], *times: int) -> None:
         rb.extend(TensorDict({"env": env, "t": torch.full_like(env, t)}, [len(lanes)]))
 
 
+def test_rows_of_named_streams_leave_oldest_first() -> None:
+    """In the order in which the streams are named; row ids are not used again."""
+    rb, lanes = make(), [1, 2, 3, 5, 6]
+    write(rb, lanes, *range(4, 10))
+    assert rb.take(2)["t"].tolist() == [[6, 7]] * 5
+    taken = rb.take(1, [5, 2, 1])
+    assert (taken["env"].tolist(), taken["t"].tolist()) == ([[5], [2], [1]], [[8]] * 3)
+    taken = rb.take(1)
+    assert taken["env"].flatten().tolist() == lanes
+    assert taken["t"].flatten().tolist() == [9, 9, 8, 9, 8]
+    refuses(NotEnoughData, "rows, got 1", rb.take, 1, [3, 1])
+    write(rb, lanes, 1, 2, 3)  # across the seam
+    before = rb.storage.ledger.next_position
+    assert rb.remove_oldest(2, lane=[6, 1]) == 4
+    assert rb.remove_oldest(9, lane=5) == 3
+    assert rb.storage.ledger.next_position == before
+    stored = {int(e.rows()["env"][0]): e.rows()["t"].tolist() for e in rb.episodes}
+    assert stored == {1: [3], 2: [1, 2, 3], 3: [9, 1, 2, 3], 6: [2, 3]}
+
+
 def test_a_call_waits_for_rows_and_ends_when_the_buffer_closes() -> None:
     rb, found = make(), []
     thread = threading.Thread(target=lambda: found.append(rb.take(2, [3], timeout=20)))

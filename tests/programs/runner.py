@@ -67,12 +67,20 @@ def make_program(
 ) -> Program:
     """Return the program of a seed.
 
-    Consecutive seeds take the combinations in turn, in an order that mixes them.
+    Consecutive seeds take the combinations in turn, in an order that mixes them. First come those
+    that together have every sampler and every writer over every storage: few combinations have
+    lists, and very few a `ConsumingSampler`.
     """
     found = accepted() if combinations is None else combinations
     turn, place = divmod(seed, len(found))
     order = list(range(len(found)))
     random.Random(turn).shuffle(order)
+    first: dict[tuple[str, str], int] = {}
+    for number in order:
+        c = found[number]
+        first.setdefault((c.storage, c.sampler), number)
+        first.setdefault((c.storage, c.writer), number)
+    order = list(dict.fromkeys([*first.values(), *order]))
     combination = found[order[place]]
     rng = random.Random(f"program {seed}")
     names, weights = names_for(combination)
