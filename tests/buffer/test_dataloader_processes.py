@@ -186,9 +186,12 @@ def test_workers_send_every_container_unchanged(name: str) -> None:
             assert one.equal(other)
 
 
-def test_workers_send_arrays_and_tensors_that_are_more_than_bytes() -> None:
-    batch = [torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True), np.arange(3)]
-    sparse, grown, array = pickle.loads(ForkingPickler.dumps(Parcel(batch)))
+def test_workers_send_arrays_views_and_tensors_that_are_more_than_bytes() -> None:
+    memory = torch.arange(20.0)
+    views = TensorDict({"x": memory[:6].view(2, 3), "y": memory[4:8].view(2, 2)}, [2])
+    batch = [torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True), np.arange(3), views]
+    sparse, grown, array, found = pickle.loads(ForkingPickler.dumps(Parcel(batch)))
+    assert (found == views).all()
     assert sparse.to_dense().equal(torch.eye(3))
     assert grown.requires_grad
     assert (array == np.arange(3)).all()

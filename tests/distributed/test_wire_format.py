@@ -59,7 +59,14 @@ def check(found: Any, given: Any) -> None:
         assert found == given
 
 
-ONE = torch.from_numpy(np.arange(1000))
+ONE = np.arange(1000)
+
+
+def one_address(*sizes: int) -> TensorDict:
+    """Two memories, of arrays of NumPy over one another."""
+    return TensorDict({f"{n}": torch.from_numpy(ONE[:n])[None] for n in sizes}, [1])
+
+
 VALUES = {
     "nothing": None,
     "numbers": (1, 2.5, True, "text", 2**70),
@@ -85,8 +92,8 @@ VALUES = {
         for dtype in (torch.uint8, torch.int16, torch.float64, torch.complex128)
         for count in (1, 3, 8)
     ],
-    "one address": TensorDict({f"{n}": ONE[None, :n] for n in (10, 1000)}, [1]),
-    "one address, turned": TensorDict({f"{n}": ONE[None, :n] for n in (1000, 10)}, [1]),
+    "one address": one_address(10, 1000),
+    "one address, turned": one_address(1000, 10),
     "rows and info": (make_rows(0, 5), {"index": torch.arange(5)}),
 }
 
