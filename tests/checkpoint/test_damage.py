@@ -39,7 +39,6 @@ from tests.checkpoint.values import plain, state_of
 from tests.support.refusals import refuses
 
 ROWS = 30
-"""Bytes of a record: 9 float64, an int64, a bool and padding."""
 
 
 def new() -> ReplayBuffer:

@@ -303,8 +303,9 @@ def test_invalid_states_are_refused() -> None:
     ],
 )
 def test_uses_are_whole_numbers(given: Any, error: Any, text: str) -> None:
-    refuses(error, text, ConsumingSampler, given)
-    refuses(error, text, ReplayBuffer, consume_after_n_samples=given)
+    refuses(error, f"max_sample_count .*{text}", ConsumingSampler, given)
+    named = f"consume_after_n_samples .*{text}"
+    refuses(error, named, ReplayBuffer, consume_after_n_samples=given)
 
 
 def test_consume_argument_accepts_compatible_samplers() -> None:

@@ -216,6 +216,11 @@ def test_rows_without_history_are_not_drawn() -> None:
     assert follows(data["index"], law_of([0, 0, 3, 4, 5, 6, 7, 8, 9, 10]))
     # Relative to the least likely of all stored rows, also of those not drawn now.
     assert torch.equal(data["priority_weight"], 1 / (data["index"] + 1).float())
+    at, values = torch.tensor([3, 7, 0]), torch.tensor([40.0, 1.0, 9.0])
+    rb.update_priority(at, values)
+    for tensor in (at, values):
+        tensor.fill_(5)  # a learner may use its memory again
+    assert follows(rb.sample(20_000)["index"], law_of([0, 0, 3, 40, 5, 6, 7, 1, 9, 10]))
 
 
 def test_changing_transforms_and_back_restores_the_law() -> None:

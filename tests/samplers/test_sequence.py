@@ -166,6 +166,8 @@ def test_sequences_match_a_scan(
         at = [[row % slots, lane] if lanes > 1 else row % slots for row, lane in cells]
         index, info = unit.expand(torch.tensor(at), {}, rb.storage)
         assert info["anchor_index"].tolist() == [one for one in at for _ in range(unit.width)]
+        learns = [burn_in <= place < burn_in + length for place in range(unit.width)]
+        assert info["learning_mask"].tolist() == learns * len(cells)
         step = rb.storage.get(tuple(index.T) if lanes > 1 else index)["step"]
         step = step.reshape(len(cells), unit.width).tolist()
         valid = info["validity_mask"].reshape(len(cells), unit.width).tolist()

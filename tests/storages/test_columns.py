@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+from replaykit.errors import SchemaError
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
 from replaykit.storages.memory import carried
@@ -82,6 +83,15 @@ def test_every_dtype_keeps_its_bits(column_kind: Any, fingerprint: Any, dtype: t
     rb.empty()
     rb.loads(column_kind.folder / "saved")
     assert bits(rb[:]["x"]) == fingerprint(expected)
+
+
+def test_features_without_elements_are_kept(column_kind: Any) -> None:
+    row = TensorDict({"none": torch.zeros(0, 3), "x": torch.zeros(())}, [])
+    rb = column_kind.buffer(4, row, batch_size=8)
+    rb.extend(torch.stack([row] * 6))
+    assert (rb[:]["none"].shape, rb.sample()["none"].shape) == ((4, 0, 3), (8, 0, 3))
+    other = row.clone().set("none", torch.zeros(0, 2))
+    refuses(SchemaError, r"expected float32 \[0, 3\], got float32 \[0, 2\]", rb.add, other)
 
 
 def test_conjugates_and_negatives_are_stored_as_values(column_kind: Any) -> None:
@@ -157,6 +167,10 @@ def test_last_value_of_a_repeated_row_wins_in_every_column(column_kind: Any) -> 
         {"a": -values[:4].view(2, 2), "b": torch.ones(2, 2, 3)}, [2, 2]
     )
     assert rb["a"][1:3].tolist() == [-3, -2]
+    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    lanes.extend(torch.zeros(2, 3, dtype=torch.int64))
+    lanes[torch.tensor([0, 1, 0]), torch.tensor([2, 1, 2])] = torch.tensor([5, 6, 7])
+    assert lanes[:].tolist() == [[0, 0, 7], [0, 6, 0]]
 
 
 @pytest.mark.parametrize(

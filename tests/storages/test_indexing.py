@@ -123,6 +123,8 @@ def test_index_outside_stored_rows_raises_index_error(
                 target[index]
             with pytest.raises(IndexError):
                 target[index] = rows
+    mask = torch.ones(6, dtype=torch.bool)
+    refuses(IndexError, r"a mask of shape \[5\], got \[6\]", rb.__getitem__, mask)
     assert snapshot(rb) == before
 
 

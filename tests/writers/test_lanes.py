@@ -333,11 +333,13 @@ def contents(rb: ReplayBuffer, key: str = "t") -> dict[int, list[int]]:
     return found
 
 
-def test_lanes_and_their_windows_are_drawn_equally_often() -> None:
-    """ALF's law: 1 / lanes * 1 / windows of the lane."""
+@pytest.mark.parametrize("length", [90, None])
+def test_lanes_and_their_windows_are_drawn_equally_often(length: int | None) -> None:
+    """ALF's law, also of streams in one ring: 1 / lanes * 1 / windows of the lane."""
+    first = 0 if length is None else 210
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(3 * 90, lane_key="env"),
-        writer=LaneWriter(90),
+        storage=LazyTensorStorage(3 * (length or 104), lane_key="env"),
+        writer=None if length is None else LaneWriter(length),
         sampler=SliceSampler(slice_len=2, measure="lane"),
         generator=torch.Generator().manual_seed(0),
     )
@@ -345,8 +347,8 @@ def test_lanes_and_their_windows_are_drawn_equally_often() -> None:
         rb.extend(steps([lane] * rows, list(range(rows)), every=1000))
     starts = rb.sample(2 * 40_000)[::2]
     count = Counter(zip(starts["env"].tolist(), starts["t"].tolist(), strict=True))
-    assert set(count) == {(0, t) for t in range(10)} | {(1, t) for t in range(210, 299)}
-    expected = [40_000 / 2 / (10, 89)[lane] for lane, _ in count]
+    assert set(count) == {(0, t) for t in range(10)} | {(1, t) for t in range(first, 299)}
+    expected = [40_000 / 2 / (10, 299 - first)[lane] for lane, _ in count]
     assert chi_square_p(list(count.values()), expected) > 1e-4
 
 
