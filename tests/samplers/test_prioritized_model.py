@@ -94,7 +94,7 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         self.model = Model(capacity, within)
         self.number = 0
         self.dropped = 0
-        self.seen: list[tuple[int, torch.Tensor, int]] = []
+        self.seen: list[tuple[int, int, int]] = []
 
     def make(self, capacity: int) -> ReplayBuffer:
         return ReplayBuffer(
@@ -155,28 +155,19 @@ class PrioritizedBuffer(RuleBasedStateMachine):
             torch.tensor(slots, dtype=torch.int64), torch.tensor(values, dtype=torch.float64)
         )
 
-    @precondition(lambda self: len(self.buffer) > 0)
-    @rule(slots=st.lists(st.integers(0, 40), min_size=1, max_size=4))
-    def look(self, slots: list[int]) -> None:
-        """A learner notes which records it has seen, to give priorities back much later."""
-        for slot in slots:
-            slot %= len(self.buffer)
-            generation = self.buffer.storage.ledger.generations(torch.tensor([slot]))
-            self.seen.append((slot, generation, self.model.rows[slot][2]))
-
     @precondition(lambda self: self.seen)
-    @rule(value=priorities)
-    def late_update(self, value: float) -> None:
-        slots = [slot for slot, _, _ in self.seen]
+    @rule(which=st.lists(st.integers(-1, 40), min_size=1, max_size=6), value=priorities)
+    def late_update(self, which: list[int], value: float) -> None:
+        """A learner gives priorities back, of records that may have been overwritten since."""
+        seen = [(-1, 7, 7) if i < 0 else self.seen[-1 - i % len(self.seen)] for i in which]
+        slots, generations, writes = (list(part) for part in zip(*seen, strict=True))
         values = [value + i / 16 for i in range(len(slots))]
-        dropped = self.model.update(slots, values, [write for _, _, write in self.seen])
+        self.dropped += self.model.update(slots, values, writes)
         self.buffer.update_priority(
             torch.tensor(slots),
             torch.tensor(values, dtype=torch.float64),
-            generation=torch.cat([generation for _, generation, _ in self.seen]),
+            generation=torch.tensor(generations),
         )
-        self.dropped += dropped
-        self.seen.clear()
 
     @precondition(lambda self: len(self.buffer) > 0)
     @rule(
@@ -239,6 +230,10 @@ class PrioritizedBuffer(RuleBasedStateMachine):
         assert got == [row[1] for row in self.model.rows]
         assert sampler.default_priority == self.model.default()
         assert sampler.dropped_updates == self.dropped
+        slots = torch.arange(len(self.model.rows))
+        generations = self.buffer.storage.ledger.generations(slots).tolist()
+        writes = [row[2] for row in self.model.rows]
+        self.seen += zip(slots.tolist(), generations, writes, strict=True)
 
     @invariant()
     def draws_are_of_stored_rows_by_their_weight(self) -> None:
@@ -266,6 +261,6 @@ def test_a_buffer_with_priorities_equals_the_model() -> None:
     run_state_machine_as_test(
         PrioritizedBuffer,
         settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
+            max_examples=100, stateful_step_count=30, deadline=None, derandomize=True, database=None
         ),
     )
