@@ -58,7 +58,7 @@ def scan(lengths: list[int], form: dict[str, Any], length: int) -> list[tuple[in
 
 
 @pytest.mark.pitfall("BD11", "BD19")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     form=FORMS,
