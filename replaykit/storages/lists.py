@@ -296,9 +296,6 @@ class ListStorage(Storage):
         """Release all objects."""
         self._items.clear()
 
-    def check_resizable(self) -> None:
-        """Return, because any capacity is possible."""
-
     @contextlib.contextmanager
     def resized(self, max_size: int, rows: torch.Tensor | None) -> Iterator[None]:
         with self._undone_on_error():

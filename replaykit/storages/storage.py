@@ -317,7 +317,8 @@ class Storage(Uncompiled, ABC):
 
     def check_resizable(self) -> None:
         """Raise RuntimeError if the capacity of this storage is fixed."""
-        raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
+        if type(self).resized is Storage.resized:
+            self.resized(self.max_size, None)
 
     def resized(
         self, max_size: int, rows: torch.Tensor | None
@@ -328,8 +329,11 @@ class Storage(Uncompiled, ABC):
 
         Args:
             rows: old slots of the rows that stay, oldest first; None if all rows keep their slots.
+
+        Raises:
+            RuntimeError: the capacity of this storage is fixed. Nothing has changed then.
         """
-        raise NotImplementedError
+        raise RuntimeError(f"expected a storage whose capacity can change, got {self!r}")
 
     @contextlib.contextmanager
     def _undone_on_error(self, *parts: Any) -> Iterator[None]:

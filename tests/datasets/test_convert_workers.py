@@ -55,7 +55,7 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "workers", "start", "told"),
+    ("make", "workers", "start", "message"),
     [
         *[(odd_times, n, "fork", "first in 1.h5: Trial0/time, record 3") for n in (2, 3, 9)],
         (odd_times, 2, "forkserver", "first in 1.h5: Trial0/time, record 3"),
@@ -65,14 +65,14 @@ def files(tmp_path):
     ],
 )
 def test_result_does_not_depend_on_the_number_of_workers(
-    tmp_path, make, workers, start, told, method
+    tmp_path, make, workers, start, message, method
 ):
     """V62, N35: byte for byte, and the manifest but for when and where it was made."""
     method(start)
     files, policies = make(tmp_path), Policies(on_invalid="skip")
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=message):
         one = convert(files, ROBOHIVE, tmp_path / "one", policies=policies)
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=message):
         several = convert(
             files[::-1], ROBOHIVE, tmp_path / "several", workers=workers, policies=policies
         )

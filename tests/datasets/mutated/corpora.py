@@ -40,7 +40,7 @@ def native(node: Any) -> np.ndarray:
 
 
 Rules = dict[str, tuple[str, ...]]
-"""What arrays of a path give: keys, each with the record of row 0, and words.
+"""The keys that the arrays of a path give, each with the record of row 0, and words.
 
 A path that ends in ``/`` stands for all below it, one in ``*`` for itself too. ``held``: the record
 after, and the last one where it is not known. ``fill``: an array may be one value for all records,
