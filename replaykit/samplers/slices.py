@@ -409,7 +409,8 @@ class SliceSampler(Sliced):
             the oldest episode on. Every batch continues after the last batch, and the oldest window
             follows the newest. ``pass_index`` counts the completed rounds. ``"round_robin"``: each
             window is of the next episode in the order of age, and every episode has a window before
-            any has a second one.
+            any has a second one. If a smaller capacity leaves out the row at which either
+            of the two continues, it begins again with the oldest.
         pad: the ends of an episode beyond which windows may extend, with padding: ``"left"``,
             ``"right"``, ``"both"`` or ``"none"``. The mask marks real rows.
         short: treatment of episodes of at most ``L`` rows. ``"whole"``: the episode is one padded

@@ -311,13 +311,16 @@ class EpisodeIndexes:
         self._load_tags()
 
     def before_edit(self, paths: Collection[Path]) -> None:
-        """Find the episodes of loaded tags before an edit of columns moves their ends.
+        """Find the episodes that loaded state names, before an edit of columns moves their ends.
 
-        Follow other processes first: later their begins of episodes may not fit the rows.
+        Tags and samplers name episodes by slots after a load. Follow other processes first: later
+        their begins of episodes may not fit the rows.
         """
         self.settle()
         if self.heads_from is not None:
             self._catch_up()
+        if self.loaded:
+            self.storage.announce()
         if self._saved_tags is not None:
             rule = _DEFAULT.bind(self.storage.require().schema)
             if not rule.paths.isdisjoint(paths):

@@ -13,6 +13,7 @@ from replaykit import (
     LazyTensorStorage,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictMaxValueWriter,
 )
 from tests.storages.sharing import another
@@ -83,3 +84,28 @@ def test_a_pass_that_is_over_is_over_in_copies(tmp_path: Path) -> None:
         small.loads(tmp_path)
     for made in (small, copy.deepcopy(rb)):
         assert len(made.sample()) == 6
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_round_robin_keeps_its_place_if_an_edit_follows_a_load(tmp_path: Path, edit: bool) -> None:
+    sampler = SliceSampler(slice_len=1, draw="round_robin", offset="first")
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=1)
+    rb.extend(_rows(0, [0, 1, 0, 0, 0, 1, 0, 1]))
+    assert rb.sample()["x"].item() == 0
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    if edit:  # this cuts the next episode
+        rb[2] = _rows(2, [1])[0]
+    assert [rb.sample()["x"].item() for _ in range(3)] == ([2, 3, 6] if edit else [2, 6, 0])
+
+
+def test_a_place_that_a_resize_leaves_out_becomes_the_oldest() -> None:
+    """The next window of the order was that of lane 1, whose row of the last window is gone."""
+    storage = LazyTensorStorage(12, ndim=2)
+    sampler = SliceSampler(slice_len=1, draw="sequential")
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
+    x = torch.arange(12).view(2, 6)
+    rb.extend(TensorDict({"x": x, "next": {"done": x == 12}}, [2, 6]))
+    assert [rb.sample()["x"].item() for _ in range(8)] == [*range(6), 6, 7]
+    rb.resize(6)
+    assert rb.sample()["x"].item() == 3

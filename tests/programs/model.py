@@ -566,14 +566,12 @@ class Pass:
         self.left -= set(taken)
         return not self.left
 
-    def move(self, numbers: dict[int, int], model: Model) -> None:
-        """Follow rows to other slots.
-
-        Args:
-            numbers: the row id of each slot before.
-            model: the rows now.
-        """
+    def move(self, before: Model, model: Model, sampler: str) -> None:
+        """Follow rows to other slots."""
+        numbers = {slot: before[slot].number for slot in before.stored()}
         slots = {model[slot].number: slot for slot in model.stored()}
+        if numbers and self.first >= 0 and self._next_row(before, sampler) not in slots:
+            self.place, self.first = (-1, 0), -1  # the oldest window
         places = {old: slots[number] for old, number in numbers.items() if number in slots}
         if not self.left:
             return
@@ -589,3 +587,16 @@ class Pass:
         }
         self.left = {kept[one] for one in self.left if kept[one]}
         self.of = [self.of[0], [list(one) for one in kept.values()]]
+
+    def _next_row(self, model: Model, sampler: str) -> int:
+        """Return the id of the row that saves name as the place of ordered draws."""
+        model.find_begins()
+        rows = [[model[slot] for slot in episode] for episode in model.episodes()]
+        rows.sort(key=lambda episode: episode[0].begin)
+        if sampler == "sequential slices":
+            if any(self.first == row.number for episode in rows for row in episode):
+                return self.first
+            later = [e for e in rows if e[0].begin >= self.place[0]]
+            return later[0][0].number if later else rows[-1][-1].number
+        later = [episode for episode in rows if episode[0].begin > self.place[0]]
+        return (later or rows[-1:])[0][-1].number

@@ -582,10 +582,10 @@ def resize(s: Session, rng: Random) -> None:
     kept = model.kept_episodes(slots) if model.episodic else None
     evicted = s.call(f"rb.resize({slots})", lambda rb: rb.resize(slots))
     if slots != model.capacity:
-        numbers = {slot: model[slot].number for slot in model.stored()}
+        before = model.frozen()
         wanted = model.resize(slots, kept)
         assert evicted == wanted, f"expected {wanted} evicted rows, got {evicted}"
-        s.passes.move(numbers, model)
+        s.passes.move(before, model, s.combination.sampler)
 
 
 # -- priorities ------------------------------------------------------------------------------------
@@ -805,9 +805,8 @@ def load(s: Session, rng: Random) -> None:
     first = saved.states[0]
     name = "load_state_dict(state)" if isinstance(first, dict) else f"loads({first.name!r})"
     s.call(f"rb.{name}", act)
-    numbers = {slot: saved.model[slot].number for slot in saved.model.stored()}
     s.model, s.passes = s.model.loaded(saved.model), copy.deepcopy(saved.passes)
-    s.passes.move(numbers, s.model)
+    s.passes.move(saved.model, s.model, s.combination.sampler)
     s.consumer_version = saved.consumer_version
     s.drop_queue()
     if s.other is not None:
@@ -841,11 +840,11 @@ def load_elsewhere(s: Session, rng: Random) -> None:
     made = other.make(s.new_path(), 0)
     load_rows(made, path)
     model = s.model.frozen()
-    passes, numbers = copy.deepcopy(s.passes), {at: model[at].number for at in model.stored()}
+    passes = copy.deepcopy(s.passes)
     if not c.columns:
         model.cuts.clear()  # a storage of lists knows no cuts
     model.fit(c.capacity)
-    passes.move(numbers, model)
+    passes.move(s.model.frozen(), model, c.sampler)
     model.cut()
     check_copy(s, made, other, model, passes, rng)
 
