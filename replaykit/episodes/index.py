@@ -387,8 +387,11 @@ class EpisodeIndex:
 
         if self.key is None and length:
             lanes = np.arange(old.lanes)
-            known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
-            self._restart(start, known, unknown=oldest != ledger.cleared)
+            known = np.zeros((old.lanes, 3), np.int64)
+            in_order = row_ids is None or bool((np.diff(row_ids) == 1).all())
+            if in_order:  # else any row may have cut the oldest episode
+                known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
+            self._restart(start, known, unknown=not in_order or oldest != ledger.cleared)
         else:
             self._restart(start)
         after, ends, severed = seams(

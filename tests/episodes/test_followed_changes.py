@@ -49,6 +49,17 @@ def test_processes_agree_on_ids_after_a_load(tmp_path: Path) -> None:
         assert [e.id for e in reader.episodes] == [e.id for e in writer.episodes]
 
 
+def test_processes_agree_on_ids_after_rows_placed_by_hand() -> None:
+    """The oldest episode in the order of the ring began before the stored rows."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), shared=True)
+    rb.extend(_rows(0, [0] * 6))
+    other = another(rb)
+    assert [e.id for e in rb.episodes] == [0]
+    rb.storage.set([0], _rows(6, [0]))
+    assert sorted(e.id for e in rb.episodes) == [2, 5, 6]
+    assert [e.id for e in other.episodes] == [e.id for e in rb.episodes]
+
+
 def test_an_edit_follows_edits_of_rows_that_are_gone() -> None:
     """Another process ends an episode and overwrites that end, before this process edits a row."""
     storage = LazyTensorStorage(3, lane_key="env")

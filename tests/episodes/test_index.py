@@ -268,8 +268,8 @@ def test_rows_placed_by_hand_sever_the_streams_there() -> None:
     time, lane = index.time_and_lane(slots)
     assert np.diff(time).tolist() == [1] * 5
     assert index.positions(time, lane).tolist() == [5, 6, 7, 8, 3, 9]
-    assert index.ids(time, lane).tolist() == [0, 0, 0, 0, 3, 9]
-    assert index.heads(time, lane).tolist() == [Head.EVICTED] * 4 + [Head.CUT] * 2
+    assert index.ids(time, lane).tolist() == [5, 5, 5, 5, 3, 9]
+    assert index.heads(time, lane).tolist() == [Head.CUT] * 6
     assert index.reasons(time, lane).tolist() == [3, 3, 3, 3, 3, 0]
     assert index.streams(time, lane)[0].tolist() == [*[time[0]] * 4, time[4], time[5]]
     rb.extend(as_batch([row] * 2))  # over slots 5 and 0
