@@ -176,6 +176,8 @@ def update_from_sample(buffer: ReplayBuffer, data: Any) -> None:
                 reduced_priority(value, index.shape[0], sampler, buffer._priority_key)
                 raise
         return
+    if 0 in data.batch_size:
+        return
     if data.batch_dims == 0:
         data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
     with buffer._locked(settled=False) as storage:

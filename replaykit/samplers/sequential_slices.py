@@ -92,7 +92,7 @@ class _SequentialSlices(SliceSampler):
 
     @property
     def pass_index(self) -> int:
-        """The number of times that the draws have gone through all windows."""
+        """The number of times that draws have gone through all windows; ``empty`` keeps it."""
         return self._passes
 
     # -- drawing ------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class _RoundRobinSlices(SliceSampler):
 
     @property
     def pass_index(self) -> int:
-        """The number of times that the draws have gone through all episodes."""
+        """The number of times that draws have gone through all episodes; ``empty`` keeps it."""
         return self._passes
 
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Found:

@@ -50,6 +50,16 @@ def test_a_maximum_is_rounded_as_priorities_are() -> None:
     assert saved["_priorities"][index].item() == saved["_max_priority"] == torch.tensor(1.1).item()
 
 
+@pytest.mark.parametrize("shape", [[0], [0, 1], [1, 0]])
+def test_updates_of_no_rows_change_nothing(shape: list[int]) -> None:
+    rb = _buffer()
+    rb.extend(_rows(4))
+    before = rb.sampler.state_dict()["_priorities"].tolist()
+    batch = {"td_error": torch.zeros(shape), "index": torch.zeros(shape, dtype=torch.int64)}
+    rb.update_tensordict_priority(TensorDict(batch, shape))
+    assert rb.sampler.state_dict()["_priorities"].tolist() == before
+
+
 def test_lazily_negated_priorities_are_accepted() -> None:
     rb = _buffer()
     rb.extend(_rows(4))
