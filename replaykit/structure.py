@@ -103,13 +103,15 @@ class Rules:
 
     ``drop`` names paths to leave out, with everything below them. ``columns`` names leaves that get
     a trailing dimension of size 1 if they have only ``column_ndim`` dimensions. ``stored`` has the
-    leaves of a schema, whose dtypes numbers take by the rules of `as_stored`.
+    leaves of a schema, whose dtypes numbers take by the rules of `as_stored`. ``detach`` is False
+    for leaves that keep their gradients.
     """
 
     drop: frozenset[Path] = frozenset()
     columns: frozenset[Path] = frozenset()
     column_ndim: int = 0
     stored: Mapping[Path, Leaf] = field(default_factory=dict)
+    detach: bool = True
 
 
 def flatten(
@@ -127,7 +129,7 @@ def flatten(
 
     Returns:
         The tree and its leaves by path, in the tree's order. Leaves are the given tensors, detached
-        and not copied.
+        by default and not copied.
 
     Raises:
         TypeError: a value is not a tensor; the error names its path.
@@ -156,7 +158,7 @@ def _flatten(
                 f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
                 f"got shape {list(data.shape)}; extend() takes a batch, add() one row"
             )
-        leaf = data.detach()
+        leaf = data.detach() if rules.detach else data
         if leaf.is_conj() or leaf.is_neg():  # lazy, so its bytes are not those of its values
             leaf = leaf.resolve_conj().resolve_neg()
         if path in rules.columns and leaf.ndim == rules.column_ndim:

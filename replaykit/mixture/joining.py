@@ -11,16 +11,13 @@ import numpy as np
 import torch
 from tensordict import is_tensorclass
 
-from replaykit._compat import TensorDict, fields_of, is_tensordict, lookup, new_tensordict
+from replaykit._compat import is_tensordict, lookup
 from replaykit.buffer.source import MemberFacts
 from replaykit.mixture.choosing import is_of_rows
 from replaykit.samplers.window_forms import MASK
 from replaykit.schema import check_alike
-from replaykit.structure import assembler, flatten
+from replaykit.structure import Rules, assembler, flatten
 from replaykit.ted import format_key
-
-_LARGE_BYTES = 2**20
-"""Size from which ``join`` copies rows per member, once instead of twice."""
 
 
 class BatchParts:
@@ -55,17 +52,7 @@ class BatchParts:
         if self._order is None:
             return torch.cat(tensors).view(*self.shape, *first.shape[1:])
         order = self._order.to(first.device)
-        count = self.shape[0] * self.rows
-        if first[:1].nbytes * count < _LARGE_BYTES:
-            return torch.cat(tensors).index_select(0, order).view(*self.shape, *first.shape[1:])
-        out = first.new_empty((count, *first.shape[1:]))
-        target = torch.empty_like(order)  # position in the batch of each row of the members
-        target[order] = torch.arange(count, device=order.device)
-        start = 0
-        for tensor in tensors:
-            out.index_copy_(0, target[start : start + len(tensor)], tensor)
-            start += len(tensor)
-        return out.view(*self.shape, *first.shape[1:])
+        return torch.cat(tensors).index_select(0, order).view(*self.shape, *first.shape[1:])
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """Return the member of each row, int64 ``[K, rows]``."""
@@ -104,16 +91,12 @@ def stacked(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> Any:
             names the difference and the members.
         TypeError: a value is not a tensor; the error names the key.
 
-    Cost: one pass over the bytes, and a few Python steps per leaf and member.
+    Cost: two passes over the bytes, and a few Python steps per leaf and member.
     """
-    if all(type(data) is TensorDict for _, data in pieces):
-        found = _plain([data for _, data in pieces], places, torch.Size(places.shape))
-        if found is not None:
-            return found
     taken = []
     for member, data in pieces:
         try:
-            taken.append((member, *flatten(data, 1)))
+            taken.append((member, *flatten(data, 1, Rules(detach=False))))
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"member {member}: {error}; give a collate_fn= that stacks its samples"
@@ -131,44 +114,6 @@ def stacked(pieces: Sequence[tuple[int, Any]], places: BatchParts) -> Any:
     order = list(leaves)
     joined = [places.join([found[path] for _, _, found in taken]) for path in order]
     return assembler(tree, order)(joined, torch.Size(places.shape), _device(pieces))
-
-
-def _plain(samples: list[Any], places: BatchParts, batch: torch.Size) -> Any:
-    """Stack TensorDicts with the same keys as ``stacked`` does, in fewer steps.
-
-    Return None in all other cases.
-    """
-    first = samples[0]
-    others = samples[1:]
-    fields: dict[str, Any] = {}
-    tables = [fields_of(sample) for sample in samples]
-    size = first.batch_size[1:]
-    if any(len(table) != len(tables[0]) for table in tables) or any(
-        other.device != first.device or other.batch_size[1:] != size for other in others
-    ):
-        return None
-    for name, value in tables[0].items():
-        values: list[Any] = [table.get(name) for table in tables]
-        kind = type(value)
-        if any(type(one) is not kind for one in values):
-            return None
-        if kind is TensorDict:
-            fields[name] = _plain(values, places, batch)
-            if fields[name] is None:
-                return None
-            continue
-        if kind is not torch.Tensor:
-            return None
-        dtype, shape, device = value.dtype, value.shape[1:], value.device
-        if len(values) > 1 and any(
-            one.dtype is not dtype or one.shape[1:] != shape or one.device != device
-            for one in values[1:]
-        ):
-            return None
-        if value.layout is not torch.strided:
-            return None
-        fields[name] = places.join(values)
-    return new_tensordict(fields, batch + size, first.device)
 
 
 def _device(pieces: Sequence[tuple[int, Any]]) -> torch.device | None:
