@@ -106,11 +106,11 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
             buffer has passes.
 
     Samples carry ``("index", "index")`` and ``("index", "buffer_ids")``. If a member is an
-    ensemble, its indices begin with the number of the member of that ensemble, and so on. All
-    batches have the same info keys. If a member's sampler does not return a key of another member,
-    the member's rows get a default value for that key. The default is 1 for ``priority_weight`` and
-    True for masks. Such a row is its own anchor, and a sequence of length 1. Windows are numbered
-    from 0 in each part.
+    ensemble, the index is that in the buffer of the row, and does not name that buffer. Priorities
+    of such rows cannot be set. All batches have the same info keys. If a member's sampler does not
+    return a key of another member, the member's rows get a default value for that key. The default
+    is 1 for ``priority_weight`` and True for masks. Such a row is its own anchor, and a sequence of
+    length 1. Windows are numbered from 0 in each part.
 
     A member that draws without replacement starts another pass at the end of a pass. An iteration
     ends after the batch with which every member that can be chosen has ended a pass. If such a
@@ -548,6 +548,7 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
 
         Raises:
             KeyError: the ``priority_key``, or the key that names the member of a row, is missing.
+            TypeError: a row comes from a prioritized buffer of a member that is an ensemble.
             ValueError: a priority of a real row is NaN, negative or infinite.
             IndexError: a member does not exist, or does not store a row. Nothing has changed.
             ActorLost, TimeoutError: a remote member has ended, or does not answer. Priorities may

@@ -209,12 +209,6 @@ class Mixture:
 
     @property
     def facts(self) -> MemberFacts:
-        """The properties of the samples. An index has the number of the member in front."""
-        inside = self.facts_inside
-        return replace(inside, width=inside.width + 1)
-
-    @property
-    def facts_inside(self) -> MemberFacts:
         """The common properties of the sources' samples."""
         return joining.joint([source.facts for source in self.sources], ordered=self.chain.ordered)
 
@@ -259,7 +253,7 @@ class Mixture:
         raise NotEnoughData(f"expected {rows} rows, but it is not ready to return them")
 
     def piece(self, draw: MixtureDraw, until: float | None) -> DrawnRows:
-        """Return the rows of a draw along dimension 0. The index names the members."""
+        """Return the rows of a draw along dimension 0. Their index does not name the members."""
         data, info = self.read(draw, until)
         parts = info[INDEX].shape[:2]
         rows = parts.numel()
@@ -269,13 +263,8 @@ class Mixture:
             stacked = self.collate_fn is None and not len(self.chain)
         if stacked or joining.length_of(data) != rows:
             data = joining.flat_rows(data)
-        info = {key: value.flatten(0, 1) for key, value in info.items()}
-        ids = info.pop(IDS)[:, None]
-        for key, name in ((INDEX, "index"), ("anchor_index", "anchor_index")):
-            if key in info:
-                own = info.pop(key)
-                info[name] = torch.cat([ids, own.reshape(rows, -1)], 1)
-        return DrawnRows(data, info)
+        info = {key: value.flatten(0, 1) for key, value in info.items() if key != IDS}
+        return DrawnRows(data, {"index": info.pop(INDEX), **info})
 
     def apart(self) -> Mixture:
         """Return a copy for a loader. Its draws do not change this mixture."""
@@ -412,7 +401,7 @@ class Mixture:
             with member_named(number), allowed:
                 if not request.result(seconds_left(until)).ready:
                     self.sources[number].refuse(rows, None)
-        facts, width = self.facts_inside, 0
+        facts, width = self.facts, 0
         samples: list[tuple[int, Any]] = []
         infos: list[dict[Any, Any]] = []
         for number in draw.parts:

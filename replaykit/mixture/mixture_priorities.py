@@ -29,7 +29,7 @@ _GIVEN = ("_priority",)
 class MemberUpdate:
     """Rows of one member, and the key of their priorities."""
 
-    member: str
+    member: int
     source: RowSource
     rows: TensorDict
     key: Key
@@ -106,63 +106,43 @@ def _routed(mixture: Mixture, flat: Any, given: Key | None) -> list[MemberUpdate
         given: the key of the priorities; None for the key of the mixture, or of each member.
     """
     index, ids = lookup(flat, INDEX), lookup(flat, IDS)
-    for key, found in ((INDEX, index), (IDS, ids)):
+    for name, found in ((INDEX, index), (IDS, ids)):
         if found is None:
-            raise KeyError(f"expected {format_key(key)} in the data; got none")
-    anchors = lookup(flat, ("anchor_index",))
+            raise KeyError(f"expected {format_key(name)} in the data; got none")
+    if given is None and mixture.priority_key is not None:
+        given = unravel(mixture.priority_key)
+    numbers, count = ids.unique().tolist(), len(mixture.sources)
+    if numbers and not 0 <= numbers[0] <= numbers[-1] < count:
+        raise IndexError(f"expected members in [0, {count}), got {numbers}")
     routed: list[MemberUpdate] = []
-
-    def route(
-        mixture: Mixture,
-        at: torch.Tensor,
-        places: list[torch.Tensor | None],
-        ids: torch.Tensor,
-        given: Key | None,
-        path: str,
-    ) -> None:
-        """Route the rows at some positions; ``places`` are their index and their anchors."""
-        if given is None and mixture.priority_key is not None:
-            given = unravel(mixture.priority_key)
-        numbers, count = ids.unique().tolist(), len(mixture.sources)
-        if numbers and not 0 <= numbers[0] <= numbers[-1] < count:
-            raise IndexError(f"expected members in [0, {count}), got {numbers}")
-        for number in numbers:
-            source, name = mixture.sources[number], f"{path}{number}"
-            facts = source.facts
-            if not facts.prioritized:
+    for number in numbers:
+        source, facts = mixture.sources[number], mixture.sources[number].facts
+        if not facts.prioritized:
+            continue
+        if isinstance(source, Mixture):
+            raise TypeError(
+                f"expected rows of buffers, got rows of member {number}, an ensemble, whose index "
+                "does not name their buffers: give its members to this ensemble"
+            )
+        key = facts.priority_key if given is None else given
+        value = lookup(flat, key)
+        if value is None:
+            raise KeyError(f"expected {format_key(key)} in the data for member {number}; got none")
+        under = key if key == _GIVEN else facts.priority_key
+        rows = (ids == number).nonzero()[:, 0]
+        part = TensorDict({}, [len(rows)])
+        part.set(under, value[rows.to(value.device)])
+        part.set("index", _as_own(index, rows, facts.width))
+        for along in _ALONG:
+            found = lookup(flat, along if isinstance(along, tuple) else (along,))
+            if found is None:
                 continue
-            rows = (ids == number).nonzero()[:, 0]
-            own = [_as_own(place, rows, facts.width) for place in places]
-            if isinstance(source, Mixture):
-                assert own[0] is not None
-                every = torch.arange(len(rows), device=rows.device)
-                inner = [
-                    None if place is None else _as_own(place[:, 1:], every, facts.width - 1)
-                    for place in own
-                ]
-                route(source, at[rows], inner, own[0][:, 0], given, f"{name}.")
-                continue
-            key = facts.priority_key if given is None else given
-            value = lookup(flat, key)
-            if value is None:
-                raise KeyError(
-                    f"expected {format_key(key)} in the data for member {name}; got none"
-                )
-            under = key if key == _GIVEN else facts.priority_key
-            part = TensorDict({}, [len(rows)])
-            part.set(under, value[at[rows].to(value.device)])
-            part.set("index", own[0])
-            for along in _ALONG:
-                found = lookup(flat, along if isinstance(along, tuple) else (along,))
-                if along == "anchor_index":
-                    found = own[1]
-                elif found is not None:
-                    found = found[at[rows].to(found.device)]
-                if found is not None:
-                    part.set(along, found)
-            routed.append(MemberUpdate(name, cast(RowSource, source), part, under))
-
-    route(mixture, torch.arange(len(ids), device=ids.device), [index, anchors], ids, given, "")
+            wide = along == "anchor_index"
+            part.set(
+                along,
+                _as_own(found, rows, facts.width) if wide else found[rows.to(found.device)],
+            )
+        routed.append(MemberUpdate(number, cast(RowSource, source), part, under))
     return routed
 
 
@@ -197,10 +177,8 @@ def _along_rows(data: Any, key: Key) -> bool:
     return bool((inner == inner[:, :, :1]).all())
 
 
-def _as_own(index: torch.Tensor | None, rows: torch.Tensor, width: int) -> torch.Tensor | None:
+def _as_own(index: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     """Return some rows of an index without padding, as their member returned it."""
-    if index is None:
-        return None
     own = index[rows.to(index.device)]
     if own.ndim == 1:
         return own
@@ -221,10 +199,10 @@ def _apply(updates: list[MemberUpdate]) -> None:
         return update.source.check_stored(update.rows.get("index"))
 
     for update in near:
-        with member_named(f"member {update.member}"):
+        with member_named(update.member):
             check(update)
-    gathered({f"member {one.member}": functools.partial(check, one) for one in far})
+    gathered({one.member: functools.partial(check, one) for one in far})
     with deferred:  # Ctrl-C takes effect before all members or after all of them
-        gathered({f"member {one.member}": one.send for one in far})
+        gathered({one.member: one.send for one in far})
         for update in near:
             update.send()

@@ -160,22 +160,17 @@ def test_priority_updates_without_priorities_have_no_effect() -> None:
         ensemble.update_priority(batch["index"], 3.0)
 
 
-def test_priorities_reach_members_of_nested_ensembles() -> None:
+def test_priorities_of_rows_of_nested_ensembles_are_refused() -> None:
     inner = make_ensemble([4, 4], [by_priority] * 2, seed=None, sample_from_all=True)
-    outer = ReplayBufferEnsemble(
-        make_member(5, 4, sampler=by_priority()), inner, sample_from_all=True
-    )
+    first = make_member(5, 4, sampler=by_priority())
+    outer = ReplayBufferEnsemble(first, inner, sample_from_all=True)
     batch = outer.sample(16)
     batch["td_error"] = batch["id"].float() + 2
-    outer.update_tensordict_priority(batch)
-    drawn = set(batch["id"].flatten().tolist())
-    for number, member in ((5, outer[0]), (0, inner[0]), (1, inner[1])):
-        ids = [1000 * number + row for row in range(4)]
-        assert priorities(member) == [i + 2.0 if i in drawn else 1.0 for i in ids]
-    outer.update_priority(batch["index"], 4.0, generation=batch["index_generation"])
-    for number, member in ((5, outer[0]), (0, inner[0]), (1, inner[1])):
-        ids = [1000 * number + row for row in range(4)]
-        assert priorities(member) == [4.0 if i in drawn else 1.0 for i in ids]
+    for update in (outer.update_tensordict_priority, outer.update_priority):
+        refuses(TypeError, "rows of member 1, an ensemble.* give its members", update, batch)
+    assert all(priorities(member) == [1.0] * 4 for member in (first, inner[0], inner[1]))
+    outer.update_tensordict_priority(batch[0])
+    assert max(priorities(first)) > 5000
 
 
 def test_priorities_reach_members_with_lanes() -> None:

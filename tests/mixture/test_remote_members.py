@@ -190,8 +190,8 @@ def test_nested_ensemble_may_contain_remote_members(far: Any) -> None:
     )
     batch = outer.sample()
     index = batch["index", "index"]
-    assert (batch["id"][0] == index[0, :, 0]).all()
-    assert (batch["id"][1] == 1000 * (index[1, :, 0] + 1) + index[1, :, 1]).all()
+    assert (batch["id"][0] == index[0]).all()
+    assert (batch["id"][1] == index[1] + torch.tensor([1000] * 4 + [2000] * 4)).all()
 
 
 def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> None:

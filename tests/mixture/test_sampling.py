@@ -338,17 +338,14 @@ def test_members_with_and_without_lanes_share_a_batch() -> None:
     assert alone["index", "index"].shape == (2, 2, 2)
 
 
-def test_index_in_nested_ensembles_has_the_members_in_front() -> None:
+def test_index_in_nested_ensembles_is_that_of_the_buffer() -> None:
     deep = make_ensemble([4, 4], seed=None, sample_from_all=True)
     middle = ReplayBufferEnsemble(deep, sample_from_all=True)
     outer = ReplayBufferEnsemble(middle, make_member(7), sample_from_all=True)
     batch = outer.sample(8)
     index = batch["index", "index"]
     assert batch["index", "buffer_ids"].tolist() == [[0] * 4, [1] * 4]
-    assert index[0, :, :2].tolist() == [[0, 0], [0, 0], [0, 1], [0, 1]]
-    assert (index[1, :, 1:] == -1).all()
-    assert (batch["id"][0] == STRIDE * index[0, :, 1] + index[0, :, 2]).all()
-    assert (batch["id"][1] == 7 * STRIDE + index[1, :, 0]).all()
+    assert (batch["id"] == index + STRIDE * torch.tensor([[0, 0, 1, 1], [7] * 4])).all()
     assert outer[0] is middle
     assert outer.stats()["size"] == 28
 
