@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -177,7 +176,6 @@ class Host:
             self._buffer = cls(**arguments)
         except Exception as error:
             self._failure = error
-        self._limited = getattr(self._buffer, "_rate_limiter", None) is not None
 
     @_answering
     def ready(self) -> Message:
@@ -188,12 +186,12 @@ class Host:
         """
         if self._failure is not None:
             raise self._failure
-        return pack(self._limited)
+        return pack(getattr(self._buffer, "_rate_limiter", None) is not None)
 
     @_answering
     def apply(self, function: Callable[..., Any], *args: Any) -> Message:
         """Return ``function(buffer, *args)``, for a function that can be imported."""
-        return self._with_warnings(lambda: self._packed(function(self._buffer, *args)))
+        return self._packed(function(self._buffer, *args))
 
     @_answering
     def ask(self, name: str, args: Message) -> Message:
@@ -207,13 +205,13 @@ class Host:
     @_answering
     def sample(self) -> Message:
         """Return a batch with the buffer's batch size."""
-        return self._with_warnings(lambda: pack(self._buffer.sample()))
+        return pack(self._buffer.sample())
 
     @_answering
     def sample_1(self) -> Message:
         """Return a batch that the caller requests ahead."""
         check_ahead(self._buffer)
-        return self._with_warnings(lambda: pack(self._buffer.sample()))
+        return pack(self._buffer.sample())
 
     sample_2 = _each(2, sample_1)
     sample_4 = _each(4, sample_1)
@@ -236,7 +234,7 @@ class Host:
             method = getattr(self._buffer, name)
         else:
             method = functools.partial(unpack(name, own=True, devices=self._devices), self._buffer)
-        return self._with_warnings(lambda: self._packed(method(*positional, **named)))
+        return self._packed(method(*positional, **named))
 
     @_answering
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
@@ -253,7 +251,7 @@ class Host:
             return pack(None)
         if ahead:
             check_ahead(self._buffer)
-        return self._with_warnings(lambda: pack(self._next_of(client, number)))
+        return pack(self._next_of(client, number))
 
     step_2 = _each(2, step)
     step_4 = _each(4, step)
@@ -279,7 +277,7 @@ class Host:
             For each call, a pair: whether the call succeeded, and its result or error.
         """
         data = unpack(rows, devices=self._devices)
-        return self._with_warnings(lambda: pack(self._outcomes(counts, data)))
+        return pack(self._outcomes(counts, data))
 
     def _outcomes(self, counts: list[int], data: Any) -> list[tuple[bool, Any]]:
         whole = self._together(counts, data) if len(counts) > 1 else None
@@ -348,18 +346,3 @@ class Host:
 
     def _packed(self, result: Any) -> Message:
         return pack(ITSELF if result is self._buffer else result)
-
-    def _with_warnings(self, make: Callable[[], Message]) -> Message:
-        """Return an answer that contains the warnings of the call, for the caller to show.
-
-        With a rate limiter, warnings are shown in the actor instead. Catching them would change the
-        warning filters of all its threads.
-        """
-        if self._limited:
-            return make()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            answer = make()
-        if not caught:
-            return answer
-        return [*answer, {"warnings": [pack(warning.message) for warning in caught]}]

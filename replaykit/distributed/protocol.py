@@ -262,7 +262,7 @@ def seal(message: list[Any]) -> list[Any] | bytes:
 
     Other messages and messages without a header are returned unchanged. Cost: one copy.
     """
-    if len(message) < 2 or type(message[1]) is not bytes or type(message[-1]) is dict:
+    if len(message) < 2 or type(message[1]) is not bytes:
         return message
     sizes = [block.raw().nbytes for block in message[2:]]
     if len(sizes) > _MOST_BLOCKS or len(message[1]) + sum(sizes) > _MOST_BYTES:

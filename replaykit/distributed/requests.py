@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
@@ -22,7 +19,6 @@ from replaykit.distributed.protocol import Message, ShardSilent, unpack
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import checked_timeout
 
-_HERE = os.path.dirname(__file__)
 _MOST_ERRORS = 5
 """Maximum number of different errors that an error text lists."""
 
@@ -293,25 +289,11 @@ ShardedResult = RemoteResult
 
 
 def unpack_reply(message: Message | bytes) -> Any:
-    """Show the warnings of an answer; return its value or raise its error."""
-    if type(message) is not bytes:
-        trailer = message[-1]
-        if type(trailer) is dict:
-            message = message[:-1]
-            for packed in trailer["warnings"]:
-                warnings.warn(unpack(packed), stacklevel=_depth())
+    """Return the value of an answer, or raise its error."""
     value = unpack(message, devices=True)
     if type(value) is Failed:
         raise value.error from _InActor(value.text)
     return value
-
-
-def _depth() -> int:
-    """Return the ``stacklevel`` of the first caller outside this folder."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def joined_texts(errors: Sequence[Exception]) -> str:

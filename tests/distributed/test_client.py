@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 
 import pytest
 import torch
@@ -156,24 +155,3 @@ def test_a_timeout_is_checked_before_anything_is_asked(prefetch: int) -> None:
     refuses(ValueError, "timeout of at least 0", handle.sample, timeout=-1)
     refuses(TypeError, "timeout: expected a number", handle.sample, timeout="soon")
     assert not [name for name in actor.called if "sample" in name]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_warnings_of_a_batch_reach_its_receiver(prefetch: int) -> None:
-    """Where it was asked for; so do writes, and iteration."""
-
-    def checked(rows: TensorDict) -> TensorDict:
-        warnings.warn("odd rows", UserWarning, stacklevel=2)
-        return rows
-
-    actor = Actor(storage=LazyTensorStorage(10), batch_size=2)
-    handle = client_of(actor, prefetch=prefetch, write_rows=5)
-    handle.extend(make_rows(0, 4))
-    handle.append_transform(checked)
-    for call in (handle.sample, handle.sample_async().result, handle.next):
-        with pytest.warns(UserWarning, match="odd rows") as told:
-            call()
-        assert told[0].filename == __file__
-    handle.append_transform(checked, invert=True)
-    with pytest.warns(UserWarning, match="odd rows"):
-        assert handle.add(make_rows(0, 1)[0]).result() == 4

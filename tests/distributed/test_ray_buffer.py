@@ -187,10 +187,7 @@ def test_errors_have_their_own_type(rb: RayReplayBuffer) -> None:
     refuses(ValueError, "batch_size", rb.sample, 0)
     with pytest.raises(AttributeError):
         _ = rb.nonsense
-    with pytest.warns(UserWarning, match="has no priorities"):
-        rb.update_priority(torch.tensor([0]), torch.tensor([1.0]))
-    with pytest.warns(DeprecationWarning, match="include_info"):
-        assert "index" not in rb.sample(include_info=False)
+    assert "index" not in rb.sample(include_info=False)
     assert len(rb) == 3
     refuses(TypeError, "storage must be", Host(ReplayBuffer, {"storage": 3}).ready)
     refuses(ValueError, "expected prefetch", rb.client, prefetch=-1)
