@@ -28,12 +28,22 @@ constexpr std::int64_t kReleaseAbove = 1024;
 // The highest time and number of rows. The core multiplies them by 32.
 constexpr std::int64_t kMost = std::int64_t{1} << 56;
 
-// Memory for `rows` columns of n results.
-struct Answers : Array {
-  Answers(nb::handle out, std::int64_t rows, std::int64_t n) : Array(out, "out", kInt64, 2, true) {
-    check_length("out", size(0), rows);
-    check_length("out", size(1), n);
+// A new NumPy array, int64 [rows, n], for results.
+struct Answers {
+  Answers(std::int64_t rows, std::int64_t n)
+      : array(numpy_empty()(nb::make_tuple(rows, n), "int64")),
+        memory(array, "array", Array::kInt64, 2) {}
+
+  // `numpy.empty`, which is looked up once.
+  static nb::handle numpy_empty() {
+    static const nb::handle found = nb::getattr(nb::module_::import_("numpy"), "empty").release();
+    return found;
   }
+
+  std::int64_t* out() const { return memory.out(); }
+
+  nb::object array;
+  Array memory;
 };
 
 // An array that may be missing.
@@ -150,13 +160,13 @@ struct Oldest {
 // element without a row, or the number of elements.
 auto by_element(std::int64_t columns,
                 std::int64_t (Episodes::*ask)(Numbers, std::int64_t, std::int64_t*) const) {
-  return [=](const Index& self, nb::handle element, nb::handle out) {
+  return [=](const Index& self, nb::handle element) {
     const Array elements(element, "element", Array::kInt64, 1);
     const std::int64_t n = elements.size();
-    const Answers found(out, columns, n);
+    const Answers found(columns, n);
     const std::int64_t wrong = released<kReleaseAbove>(
         n, [&] { return (self.episodes.*ask)(elements.numbers(), n, found.out()); });
-    if (wrong == n) return;
+    if (wrong == n) return found.array;
     refuse(nb::index_error, "expected elements of stored rows, got ", elements.numbers()[wrong]);
   };
 }
@@ -164,15 +174,15 @@ auto by_element(std::int64_t columns,
 // Does the same for rows, given by time and lane.
 auto by_row(std::int64_t columns,
             std::int64_t (Episodes::*ask)(Numbers, Numbers, std::int64_t, std::int64_t*) const) {
-  return [=](const Index& self, nb::handle time, nb::handle lane, nb::handle out) {
+  return [=](const Index& self, nb::handle time, nb::handle lane) {
     const Array times(time, "time", Array::kInt64, 1), lanes(lane, "lane", Array::kInt64, 1);
     const std::int64_t n = times.size();
     check_length("lane", lanes.size(), n);
-    const Answers found(out, columns, n);
+    const Answers found(columns, n);
     const Episodes& episodes = self.episodes;
     const std::int64_t wrong = released<kReleaseAbove>(
         n, [&] { return (episodes.*ask)(times.numbers(), lanes.numbers(), n, found.out()); });
-    if (wrong == n) return;
+    if (wrong == n) return found.array;
     refuse(nb::index_error, "expected stored rows, got time ", times.numbers()[wrong], " of lane ",
            lanes.numbers()[wrong]);
   };
@@ -182,11 +192,12 @@ auto by_row(std::int64_t columns,
 auto by_number(std::int64_t columns,
                std::int64_t (EpisodeSums::*ask)(const Episodes&, Numbers, std::int64_t,
                                                 std::int64_t*) const) {
-  return [=](Index& self, const Law& law, int kind, nb::handle number, nb::handle out) {
-    const Answers found(out, columns, static_cast<std::int64_t>(nb::len(number)));
+  return [=](Index& self, const Law& law, int kind, nb::handle number) {
+    const Answers found(columns, static_cast<std::int64_t>(nb::len(number)));
     self.for_numbers(law, kind, number, 0, [&](auto& sums, Numbers numbers, auto n) {
       return (sums.*ask)(self.episodes, numbers, n, found.out());
     });
+    return found.array;
   };
 }
 
@@ -341,13 +352,14 @@ void bind_episodes(nb::module_& m) {
            },
            "Start the lane of a stream, and return its record.")
       .def("oldest",
-           [](const Index& self, nb::handle records, nb::handle counts, nb::handle out) {
+           [](const Index& self, nb::handle records, nb::handle counts) {
              const Oldest rows(self, records, counts);
-             const Answers slots(out, 1, rows.sum);
+             const Answers slots(1, rows.sum);
              std::int64_t* slot = slots.out();
              rows.each([&](auto at, auto n) { slot = self.episodes.oldest(at, n, slot); });
+             return slots.array;
            },
-           "Write the slots of the oldest rows of streams, stream after stream.")
+           "Return the slots of the oldest rows of streams, stream after stream.")
       .def("late_begins", [](Index& self) { return self.episodes.late_begins(); },
            "Return the slots of the oldest rows of streams that are not resets.")
       .def("drop_oldest",
@@ -390,16 +402,16 @@ void bind_episodes(nb::module_& m) {
            },
            "End the open episodes of lanes, bool [lanes].")
       .def("lookup", by_row(4, &Episodes::lookup),
-           "Write begin, last, code and head of stored rows.")
-      .def("rows", by_row(5, &Episodes::rows), "Write the results of `Episodes::rows`.")
-      .def("place", by_element(2, &Episodes::place), "Write time and lane of stored elements.")
+           "Return begin, last, code and head of stored rows.")
+      .def("rows", by_row(5, &Episodes::rows), "Return the results of `Episodes::rows`.")
+      .def("place", by_element(2, &Episodes::place), "Return time and lane of stored elements.")
       .def("around", by_element(6, &Episodes::around),
-           "Write time, lane, begin, last, code and head of stored elements.")
+           "Return time, lane, begin, last, code and head of stored elements.")
       .def("per_lane",
-           [](const Index& self, nb::handle out) {
+           [](const Index& self) {
              const Episodes& episodes = self.episodes;
              const std::int64_t n = episodes.lanes();
-             const Answers found(out, 6, n);
+             const Answers found(6, n);
              for (std::int64_t rank = 0; rank < n; ++rank) {
                const std::int64_t at = episodes.record(rank);
                const Episodes::Lane& lane = episodes.lane(at);
@@ -407,45 +419,46 @@ void bind_episodes(nb::module_& m) {
                                            lane.head_begin, lane.newest, lane.segment};
                for (std::int64_t i = 0; i < 6; ++i) found.out()[i * n + rank] = row[i];
              }
+             return found.array;
            },
-           "Write bounds, is_open, head_begin, newest and segment of each lane.")
-      .def("count", [](const Index& self) { return self.episodes.count(); },
-           "Return the number of stored episodes.")
+           "Return bounds, is_open, head_begin, newest and segment of each lane.")
       .def("table",
-           [](const Index& self, nb::handle out) {
+           [](const Index& self) {
              const std::int64_t n = self.episodes.count();
-             const Answers found(out, 6, n);
+             const Answers found(6, n);
              released<kReleaseAbove>(n, [&] { self.episodes.table(found.out()); });
+             return found.array;
            },
-           "Write lane, begin, first, last, code and head of all episodes.")
+           "Return lane, begin, first, last, code and head of all episodes.")
       .def("totals",
-           [](Index& self, const Law& law, int kind, nb::handle out) {
-             const Answers found(out, 1, self.episodes.lanes());
+           [](Index& self, const Law& law, int kind) {
+             const Answers found(1, self.episodes.lanes());
              self.sums(law, kind).totals(found.out());
+             return found.array;
            },
-           "Write the number of windows, episodes or rows of each lane.")
+           "Return the number of windows, episodes or rows of each lane.")
       .def("total",
            [](Index& self, const Law& law, int kind) { return self.sums(law, kind).total(); },
            "Return the number of windows, episodes or rows in all lanes.")
       .def("find", by_number(5, &EpisodeSums::find),
-           "Write lane, base, rows, count and rest of windows, given by their numbers.")
+           "Return lane, base, rows, count and rest of windows, given by their numbers.")
       .def("pick", by_number(1, &EpisodeSums::pick),
-           "Write the elements of single rows, given by their numbers.")
+           "Return the elements of single rows, given by their numbers.")
       .def("slices",
-           [](Index& self, const Law& law, nb::handle number, std::int64_t length,
-              nb::handle out) {
+           [](Index& self, const Law& law, nb::handle number, std::int64_t length) {
              if (length < 1 || length > self.episodes.slots()) {
                refuse(nb::value_error, "expected windows of 1 to ", self.episodes.slots(),
                       " rows, got ", length);
              }
              const auto rows = static_cast<std::int64_t>(nb::len(number)) * length;
-             const Answers found(out, 2, rows);
+             const Answers found(2, rows);
              std::int64_t* const to = found.out();
              self.for_numbers(law, kWindows, number, length, [&](auto& sums, auto numbers, auto n) {
                return sums.slices(self.episodes, numbers, n, length, to, to + rows);
              });
+             return found.array;
            },
-           "Write the elements of windows, given by number, and the window position of each.")
+           "Return the elements of windows, given by number, and the window position of each.")
       .def("nbytes",
            [](const Index& self) { return self.episodes.bytes() + self.laws.bytes(); },
            "Return the memory of the index in bytes.");

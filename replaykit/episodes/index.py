@@ -562,8 +562,8 @@ class EpisodeIndex:
         slots = element // self.lanes if self.key is None else element
         return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
-    def time_and_lane(self, element: Array) -> tuple[Array, Array]:
-        """Return time and lane of stored elements."""
+    def time_and_lane(self, element: Array) -> Array:
+        """Return time and lane of stored elements of any shape, int64 ``[2, ...]``."""
         return self._streams.place(element)
 
     def element(self, time: Array, lane: Array) -> Array:
@@ -599,8 +599,8 @@ class EpisodeIndex:
         """Return the elements of single rows, given their numbers among the drawable rows."""
         return self._streams.pick(law, WINDOWS, number)
 
-    def episodes_at(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Return begin, last, code of the last row, and ``Head`` of rows' episodes."""
+    def episodes_at(self, time: Array, lane: Array) -> Array:
+        """Return begin, last, code of the last row, and ``Head`` of episodes, int64 ``[4, K]``."""
         return self._streams.lookup(time, lane)
 
     def ended_among(self, slots: Array) -> tuple[Array, Array, Array]:
@@ -677,10 +677,10 @@ class EpisodeIndex:
         """Look up windows by number, which counts in the order of lanes, then of time."""
         return self._streams.find(law, kind, number)
 
-    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+    def slices(self, law: CountLaw, number: Array, length: int) -> Array:
         """Return elements of windows of ``length`` rows by number, window after window.
 
-        The second array has the position of each element's window in ``number``.
+        The second row of int64 ``[2, K]`` has the position of each element's window in ``number``.
         """
         return self._streams.slices(law, number, length)
 

@@ -347,9 +347,7 @@ class StreamEpisodes:
     def oldest(self, keys: list[Any], counts: Array) -> Array:
         """Return the slots of the oldest rows of streams of a pool, stream after stream."""
         records = np.array([self._records[key] for key in keys], np.int64)
-        out = np.empty((1, sum(counts.tolist())), np.int64)
-        self._core.oldest(records, counts, out)
-        return out[0]
+        return self._core.oldest(records, counts)[0]
 
     def late_begins(self) -> Array:
         """Return the slots of the oldest rows of a pool's streams that are not resets.
@@ -426,28 +424,20 @@ class StreamEpisodes:
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def lookup(self, time: Array, lane: Array) -> tuple[Array, Array, Array, Array]:
-        """Return begin, last, code of the last row, and head of stored rows' episodes."""
+    def lookup(self, time: Array, lane: Array) -> Array:
+        """Return begin, last, last row's code, and head of episodes, int64 ``[4, K]``."""
         self.arrange()
-        out = np.empty((4, len(time)), np.int64)
-        self._lookup(time, lane, out)
-        begin, last, code, head = out
-        return begin, last, code, head
+        return self._lookup(time, lane)
 
     def around(self, element: Array) -> Array:
         """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
         self.arrange()
-        out = np.empty((6, len(element)), np.int64)
-        self._around(element, out)
-        return out
+        return self._around(element)
 
-    def place(self, element: Array) -> tuple[Array, Array]:
-        """Return time and lane of elements, int64 of any shape."""
+    def place(self, element: Array) -> Array:
+        """Return time and lane of elements of any shape, int64 ``[2, ...]``."""
         self.arrange()
-        out = np.empty((2, element.size), np.int64)
-        self._core.place(element.reshape(-1), out)
-        time, lane = out.reshape(2, *element.shape)
-        return time, lane
+        return self._core.place(element.reshape(-1)).reshape(2, *element.shape)
 
     def rows(self, time: Array, lane: Array) -> Array:
         """Return facts of stored rows, int64 ``[5, K]``.
@@ -456,9 +446,7 @@ class StreamEpisodes:
         row; and in a pool, the row id of the first row of the episode.
         """
         self.arrange()
-        out = np.empty((5, len(time)), np.int64)
-        self._core.rows(time, lane, out)
-        return out
+        return self._core.rows(time, lane)
 
     def element(self, time: Array, lane: Array) -> Array:
         """Return the elements of stored rows, of any shape."""
@@ -475,12 +463,10 @@ class StreamEpisodes:
         episode began, or a negative number if that row is stored; and in a pool, the row id of the
         newest row, and the segment.
         """
-        version, out = self._per_lane
-        if version != self.version:
-            out = np.empty((6, self.lanes), np.int64)
-            self._core.per_lane(out)
-            self._per_lane = self.version, out
-        return out
+        if self._per_lane[0] != self.version:
+            self.arrange()
+            self._per_lane = self.version, self._core.per_lane()
+        return self._per_lane[1]
 
     def __contains__(self, key: Any) -> bool:
         """Return whether a pool has a lane with this key."""
@@ -500,9 +486,7 @@ class StreamEpisodes:
     def table(self) -> EpisodeTable:
         """Return all stored episodes. Cost: O(episodes)."""
         self.arrange()
-        out = np.empty((6, self._core.count()), np.int64)
-        self._core.table(out)
-        return tuple.__new__(EpisodeTable, out)
+        return tuple.__new__(EpisodeTable, self._core.table())
 
     def longest(self) -> int:
         """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
@@ -511,9 +495,8 @@ class StreamEpisodes:
 
     def totals(self, law: CountLaw, kind: int) -> Array:
         """Return the counts of windows, episodes or rows of lanes, int64 ``[lanes]``."""
-        out = np.empty((1, self.lanes), np.int64)
-        self._totals(law.key, kind, out)
-        return out[0]
+        self.arrange()
+        return self._totals(law.key, kind)[0]
 
     def total(self, law: CountLaw, kind: int) -> int:
         """Return the sum of ``totals``."""
@@ -523,27 +506,20 @@ class StreamEpisodes:
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
         """Look up windows, episodes or rows by number, int64 ``[K]``."""
         self.arrange()
-        out = np.empty((5, len(number)), np.int64)
-        self._find(law.key, kind, number, out)
-        return tuple.__new__(Found, out)
+        return tuple.__new__(Found, self._find(law.key, kind, number))
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""
         self.arrange()
-        out = np.empty((1, len(number)), np.int64)
-        self._pick(law.key, kind, number, out)
-        return out[0]
+        return self._pick(law.key, kind, number)[0]
 
-    def slices(self, law: CountLaw, number: Array, length: int) -> tuple[Array, Array]:
+    def slices(self, law: CountLaw, number: Array, length: int) -> Array:
         """Return elements of windows of ``length`` rows by number, window after window.
 
-        The second array has the position of each element's window in ``number``.
+        The second row of int64 ``[2, K]`` has the position of each element's window in ``number``.
         """
         self.arrange()
-        out = np.empty((2, len(number) * max(length, 0)), np.int64)
-        self._slices(law.key, number, length, out)
-        element, window = out
-        return element, window
+        return self._slices(law.key, number, length)
 
 
 _MOST_GONE = 2**56
