@@ -18,7 +18,6 @@ from replaykit.episodes.boundaries import RESTORED, SEVERED
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema
 from replaykit.storages.content import Content, Group
-from replaykit.storages.indexing import contained
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags
@@ -447,7 +446,7 @@ class MovedPositions:
             A mask of the rows that are stored now, bool ``[K]``, and the new ids of those rows.
         """
         if self._old is not None:
-            there = contained(positions, self._old)
+            there = np.isin(positions, self._old)
             return there, positions[there] + self.shift
         if self._sorted is None:
             there = (positions >= self.oldest) & (positions < self.oldest + self._count)

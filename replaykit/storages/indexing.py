@@ -409,29 +409,12 @@ def all_distinct(numbers: Array) -> bool:
     """
     if not len(numbers):
         return True
-    table = _table(numbers)
-    if table is None:
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    if highest - lowest >= _WIDEST * len(numbers):
         return len(np.unique(numbers)) == len(numbers)
+    table = np.zeros(highest - lowest + 1, bool)
+    table[numbers - lowest] = True
     return int(np.count_nonzero(table)) == len(numbers)
-
-
-def contained(asked: Array, numbers: Array) -> Array:
-    """Return a mask, of the shape of ``asked``, of the values that are in ``numbers``.
-
-    Example:
-        >>> import numpy as np
-        >>> from replaykit.storages.indexing import contained
-        >>> contained(np.array([4, 5, 9]), np.array([7, 5, 6])).tolist()
-        [False, True, False]
-    """
-    if not (asked.size and len(numbers)):
-        return np.zeros(asked.shape, bool)
-    table = _table(numbers)
-    if table is None:
-        return np.isin(asked, numbers)
-    lowest = numbers.min()
-    inside = (asked >= lowest) & (asked < lowest + len(table))
-    return np.asarray(inside & table[np.where(inside, asked - lowest, 0)])
 
 
 def rising_below(stop: int, numbers: Numbers) -> Numbers:
@@ -456,20 +439,6 @@ def rising_below(stop: int, numbers: Numbers) -> Numbers:
             f"to {last}, of which {falling} do not rise"
         )
     return numbers
-
-
-def _table(numbers: Array) -> Array | None:
-    """Return a bool table of the numbers that occur, from the lowest number on.
-
-    Return None if the numbers are too far apart.
-    """
-    lowest, highest = int(numbers.min()), int(numbers.max())
-    width = highest - lowest + 1
-    if width > _WIDEST * len(numbers):
-        return None
-    table = np.zeros(width, bool)
-    table[numbers - lowest if lowest else numbers] = True
-    return table
 
 
 def elements_of(slots: Array, lanes: int) -> Array:

@@ -13,7 +13,6 @@ from replaykit.checkpoint import ReadLater
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns, Grow
 from replaykit.storages.dedup_memory import NativeObservations, observations_of
-from replaykit.storages.indexing import contained
 from replaykit.storages.memory import any_differing, carried, carried_rows, picked
 from replaykit.storages.next_rows import Pairs, following_lanes
 from replaykit.storages.references import (
@@ -221,7 +220,7 @@ class ObservationTable:
         own, nexts = (
             entries_of(self._references, elements, self.cells, kind) for kind in (OBSERVATION, NEXT)
         )
-        return np.flatnonzero(~contained(nexts, own))
+        return np.flatnonzero(~np.isin(nexts, own))
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaykit.storages.indexing import all_distinct, contained
+from replaykit.storages.indexing import all_distinct
 
 NUMBERS = st.one_of(
     st.lists(st.integers(0, 40), max_size=30),
@@ -16,13 +16,10 @@ NUMBERS = st.one_of(
 )
 
 
-@given(numbers=NUMBERS, asked=NUMBERS)
-def test_number_sets_match_python_sets(numbers: list[int], asked: list[int]):
+@given(numbers=NUMBERS)
+def test_number_sets_match_python_sets(numbers: list[int]):
     array = np.array(numbers, np.int64)
     assert all_distinct(array) == (len(set(numbers)) == len(numbers))
-    asked = [*asked, *numbers, *(number + 1 for number in numbers)]
-    found = contained(np.array(asked, np.int64), array)
-    assert found.tolist() == [number in set(numbers) for number in asked]
 
 
 @pytest.mark.parametrize("spread", [1, 1000])
@@ -31,5 +28,3 @@ def test_number_sets_handle_many_numbers(spread: int):
     assert all_distinct(numbers)
     numbers[77] = numbers[5]
     assert not all_distinct(numbers)
-    asked = np.arange(200_000)
-    assert np.array_equal(contained(asked, numbers), np.isin(asked, numbers))
