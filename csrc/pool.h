@@ -1,16 +1,14 @@
-// A pool of threads that share the work of loops. Threads are reused, since starting a thread takes
-// as long as copying a megabyte. The threads start with the first loop that is long enough.
+// Loops on several threads, and threads of a process that are started once.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <system_error>
 #include <thread>
 
 #if defined(__unix__) || defined(__APPLE__)
+#include <dlfcn.h>
 #include <unistd.h>
 #endif
 
@@ -51,90 +49,42 @@ void start_threads(int& threads, int wanted, const Serve& serve) {
   }
 }
 
-// Each process has one pool, which all tables share. Any free thread takes the next piece of a
-// loop, and so does the caller. If a thread wakes late on a busy machine, it does not delay the
-// others.
-class Pool {
- public:
-  // Calls work(begin, end) for pieces of [0, n) on up to `threads` threads, including the caller's.
-  // `work` must not throw. While a loop is running, callers of other loops run them alone.
-  template <typename Work>
-  static void run(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
-    Pool& pool = of_this_process<Pool>();
-    std::unique_lock<std::mutex> alone(pool.busy_, std::try_to_lock);
-    if (threads < 2 || !alone.owns_lock()) {
-      work(std::int64_t{0}, n);
-      return;
-    }
-    Job job;
-    job.call = [](const void* context, std::int64_t begin, std::int64_t end) {
-      (*static_cast<const Work*>(context))(begin, end);
-    };
-    job.context = &work;
-    job.n = n;
-    job.piece = std::max<std::int64_t>(1, piece);
-    pool.share(job, threads - 1);
-  }
+// The process that loaded the core.
+inline const long kHome = this_process();
 
-  explicit Pool(long process) : process(process) {}
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
+// Starts work(data) on several threads of OpenMP, and returns when it has ended on all of them.
+using StartOpenMP = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 
-  const long process;
+// Returns GOMP_parallel of the OpenMP that torch has loaded, or null. After any operation torch's
+// threads stay awake for a while and keep their processors busy, so other threads would compete with
+// them. A forked process has no threads of OpenMP, and would wait for them.
+inline StartOpenMP openmp() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const auto found = reinterpret_cast<StartOpenMP>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return kHome == this_process() ? found : nullptr;
+#else
+  return nullptr;
+#endif
+}
 
- private:
-  struct Job {
-    void (*call)(const void*, std::int64_t, std::int64_t) = nullptr;
-    const void* context = nullptr;
-    std::int64_t n = 0;
-    std::int64_t piece = 1;
+// Calls work(begin, end) for pieces of [0, n) on up to `threads` threads, or on this one if OpenMP
+// cannot be used. `work` must not throw. A thread that is late on a busy machine gets fewer pieces.
+template <typename Work>
+void run_pieces(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
+  const StartOpenMP start = threads < 2 ? nullptr : openmp();
+  if (start == nullptr) return work(std::int64_t{0}, n);
+  struct Loop {
+    const Work& work;
+    const std::int64_t n, piece;
     std::atomic<std::int64_t> next{0};
-
-    void work() {
-      for (;;) {
-        const std::int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
-        if (begin >= n) return;
-        call(context, begin, std::min(n, begin + piece));
-      }
+  } loop{work, n, std::max<std::int64_t>(1, piece)};
+  const auto take = [](void* data) {
+    Loop& loop = *static_cast<Loop*>(data);
+    for (std::int64_t at; (at = loop.next.fetch_add(loop.piece)) < loop.n;) {
+      loop.work(at, std::min(loop.n, at + loop.piece));
     }
   };
-
-  void share(Job& job, int helpers) {
-    {
-      std::lock_guard<std::mutex> guard(state_);
-      start_threads(threads_, helpers, [this] { serve(); });
-      job_ = &job;
-      places_ = std::min(helpers, threads_);
-    }
-    wake_.notify_all();
-    job.work();
-    std::unique_lock<std::mutex> guard(state_);
-    job_ = nullptr;  // no more threads can join
-    done_.wait(guard, [this] { return inside_ == 0; });
-  }
-
-  void serve() {
-    std::unique_lock<std::mutex> guard(state_);
-    for (;;) {
-      wake_.wait(guard, [this] { return job_ != nullptr && places_ > 0; });
-      Job* job = job_;
-      --places_;
-      ++inside_;
-      guard.unlock();
-      job->work();
-      guard.lock();
-      if (--inside_ == 0) done_.notify_all();
-    }
-  }
-
-  std::mutex busy_;  // locked by the caller whose loop is running
-  std::mutex state_;
-  std::condition_variable wake_;
-  std::condition_variable done_;
-  Job* job_ = nullptr;
-  int threads_ = 0;
-  int places_ = 0;
-  int inside_ = 0;
-};
+  start(take, &loop, static_cast<unsigned>(threads), 0);
+}
 
 }  // namespace replaykit

@@ -43,10 +43,11 @@ namespace detail {
 // misses at the same time. Gathering 256 rows of 176 bytes took 3 us. It took 7 us with a prefetch
 // of 14 rows into the first level, and 10 us without prefetch.
 constexpr std::int64_t kAheadBytes = 128 << 10;
-// The maximum number of bytes to prefetch per row. In wider rows, the hardware prefetcher loads the
-// remaining bytes.
+// The maximum number of bytes to prefetch per row, if it is not copied in pieces.
 constexpr std::int64_t kPrefetchBytes = 512;
 constexpr std::int64_t kLine = 64;
+// Rows of this size are copied in pieces, which are prefetched so many bytes earlier.
+constexpr std::int64_t kWideBytes = 4 << 10, kPiece = 256, kAheadOfPieces = 8 << 10;
 // For fewer bytes, a second thread costs more time than it saves.
 constexpr std::int64_t kBytesToShare = 1 << 20;
 constexpr std::int64_t kBytesAPiece = 256 << 10;
@@ -87,9 +88,33 @@ inline void copy(char* to, const char* from, std::int64_t bytes) {
   std::memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
+// Copies wide rows. The hardware prefetcher alone would start again at each page and row. With one
+// thread, a gather of rows of 4 KiB like this takes 0.7 of the time, and of 12 KiB 0.65.
+template <typename From>
+void copy_pieces(std::int64_t begin, std::int64_t end, std::int64_t bytes, Side side, From from) {
+  std::int64_t row = begin, first = 0;
+  const auto prefetch_next = [&] {
+    if (row == end) return;
+    const std::int64_t size = std::min(kPiece, bytes - first);
+    const char* const piece = from(row) + first;
+    for (std::int64_t at = 0; at < size; at += kLine) __builtin_prefetch(piece + at, 0, 3);
+    first += size;
+    if (first == bytes) first = 0, ++row;
+  };
+  for (std::int64_t at = 0; at < kAheadOfPieces; at += kPiece) prefetch_next();
+  for (std::int64_t i = begin; i < end; ++i) {
+    for (std::int64_t at = 0; at < bytes; at += kPiece) {
+      prefetch_next();
+      const auto size = static_cast<std::size_t>(std::min(kPiece, bytes - at));
+      std::memcpy(side.address + i * side.stride + at, from(i) + at, size);
+    }
+  }
+}
+
 // Copies `bytes` bytes from from(i) to row i of a side, for i in [begin, end).
 template <typename From>
 void copy_ahead(std::int64_t begin, std::int64_t end, std::int64_t bytes, Side side, From from) {
+  if (bytes >= kWideBytes) return copy_pieces(begin, end, bytes, side, from);
   const std::int64_t ahead = kAheadBytes / std::clamp(bytes, kLine, kPrefetchBytes);
   const std::int64_t warm = std::min(end, begin + ahead);
   for (std::int64_t i = begin; i < warm; ++i) prefetch(from(i), bytes);
@@ -109,7 +134,7 @@ void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& w
   if (threads < 2 || n * row_bytes < kBytesToShare) {
     work(std::int64_t{0}, n);
   } else {
-    Pool::run(n, kBytesAPiece / std::max<std::int64_t>(1, row_bytes), threads, work);
+    run_pieces(n, kBytesAPiece / std::max<std::int64_t>(1, row_bytes), threads, work);
   }
 }
 

@@ -13,7 +13,7 @@ import torch
 from replaykit import native
 from replaykit._compat import TensorDict, lookup
 from replaykit.native import row_stride
-from replaykit.storages.indexing import check_range, unravel_index
+from replaykit.storages.indexing import unravel_index
 from replaykit.storages.memory import carried
 from replaykit.storages.records import RecordLayout, alone, plan_records
 from replaykit.structure import Path
@@ -71,7 +71,6 @@ class NativeRows:
         self._owner = columns
         self._cold = 0
         self.ndim = columns.ndim
-        self._process = os.getpid()
         self.cells = columns.lanes.numel()
         self.elements = columns.slots * self.cells
         # A batch has records even if the stored rows are in columns.
@@ -109,8 +108,6 @@ class NativeRows:
                 widths = [sizes[path] for path in offsets]
                 self._block_offsets = [*offsets.values()]
             self._batch_strides = [stride] * len(bases)
-        self._small = native.Table(bases, steps, widths, self.elements)
-        self._flat = {path: _flat(tensors[path], self.elements, self.ndim) for path in self._alone}
         for path in self._alone:
             bases.append(tensors[path].data_ptr())
             steps.append(strides[path])
@@ -137,13 +134,6 @@ class NativeRows:
             block = layout.new_block(count, self._owner.batch_memory)
             self._move(self._rows, rows, count, limit, [block.data_ptr()], self._batch_strides)
             return layout.split(block)
-        if (
-            count * self._row_bytes >= _THREADS_FROM
-            and not self._owner.advise
-            and os.getpid() == self._process
-            and torch.get_num_threads() > 1
-        ):
-            return self._gather_wide(rows, count, limit)
         leaves, to = self._new_batch(count)
         self._move(self._rows, rows, count, limit, to, self._batch_strides)
         return leaves
@@ -238,31 +228,6 @@ class NativeRows:
             known = self._plans[id(plan)] = plan, StepsAhead.over(self, plan)
         return known[1]
 
-    def _gather_wide(self, rows: torch.Tensor, count: int, limit: int) -> Sequence[torch.Tensor]:
-        """Gather many bytes with the threads of torch.
-
-        After any operation torch's threads stay awake for a while and keep their processors busy.
-        Threads of the core would compete with them. Measured with wide rows on two idle processors,
-        the core takes 1.1 to 1.4 times as long as torch with two threads, and 0.8 times as long
-        with one. A forked process must not call this. It has no threads of torch, but torch would
-        wait for them.
-        """
-        leaves: list[torch.Tensor] = []
-        if self.batch_layout is None:
-            check_range(rows, 0, limit)
-        else:
-            block = self.batch_layout.new_block(count, self._owner.batch_memory)
-            base = block.data_ptr()
-            to = [base + offset for offset in self._block_offsets]
-            strides = self._batch_strides[: len(to)]
-            self._small.gather(rows.data_ptr(), count, limit, to, strides, 1)
-            leaves = self.batch_layout.split(block)
-        for path, column in self._flat.items():
-            leaf = self._fresh(path, count)
-            torch.index_select(column, 0, rows, out=carried(leaf))
-            leaves.append(leaf)
-        return leaves
-
     def _fresh(self, path: Path, count: int) -> torch.Tensor:
         shape = (count, *self._shapes[path])
         if count * self.sizes[path] >= REUSED_FROM:
@@ -326,19 +291,6 @@ class NativeRows:
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
         self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
         return True
-
-
-def _flat(tensor: torch.Tensor, elements: int, ndim: int) -> torch.Tensor:
-    """Return a view of a column as elements ``[slots * lanes, *F]``.
-
-    The view has a dtype that every torch operation supports.
-    """
-    plain = carried(tensor.detach())
-    stride = row_stride(tensor, ndim)
-    assert stride is not None
-    return plain.as_strided(
-        (elements, *plain.shape[ndim:]), (stride // plain.dtype.itemsize, *plain.stride()[ndim:])
-    )
 
 
 _ENOUGH_BYTES = 2**23

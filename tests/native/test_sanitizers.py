@@ -33,7 +33,14 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 UNDEFINED = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS"]
-FLAGS += [f"-I{CORE}", "-pthread", "-ffp-contract=off", *(["-DREPLAYKIT_AVX512"] if X86 else [])]
+FLAGS += [
+    f"-I{CORE}",
+    "-pthread",
+    "-rdynamic",
+    "-ldl",
+    "-ffp-contract=off",
+    *(["-DREPLAYKIT_AVX512"] if X86 else []),
+]
 
 pytestmark = pytest.mark.programs
 
