@@ -104,48 +104,6 @@ def no_room(code: int | None, path: Path, nbytes: int) -> NoRoomError:
     )
 
 
-class TooManyFilesError(OSError):
-    """No file descriptor is left; the message names the limit and a remedy."""
-
-
-@contextmanager
-def file_limit_errors(path: Path) -> Iterator[None]:
-    """Convert "too many open files" to an error with file, limit and remedy.
-
-    Args:
-        path: the path of the task. The message includes it, because some libraries do not name the
-            file.
-    """
-    try:
-        yield
-    except TooManyFilesError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        name = os.fsdecode(error.filename) if error.filename is not None else "a file"
-        raise TooManyFilesError(
-            error.errno,
-            f"{os.strerror(error.errno)}: cannot open {name}, working on {path}; "
-            f"{_file_limit(error.errno)}",
-            str(path),
-        ) from error
-
-
-def _file_limit(code: int) -> str:
-    if code == errno.ENFILE:
-        return "the system has no descriptors left: end other programs, or raise fs.file-max"
-    try:
-        import resource
-    except ImportError:  # not POSIX
-        return "close some files"
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        f"this process may have {limit:,} files open at once: close some, or raise the limit "
-        "(`ulimit -n`)"
-    )
-
-
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(existing(path)).free

@@ -34,7 +34,7 @@ from replaykit._compat import (
 from replaykit.checkpoint.dirty_chunks import TrackedTensor
 from replaykit.declared import Count, Rule, decode_state, within
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import file_limit_errors, replace_file, sync_directory
+from replaykit.filesystem import replace_file, sync_directory
 from replaykit.structure import Path as KeyPath
 from replaykit.structure import build, flatten, from_json, leaf_paths
 
@@ -53,11 +53,9 @@ def open_file(file: Path, size: int | None = None) -> int:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the path is a link or not a regular file, or the size differs.
-        TooManyFilesError: the process has no descriptor left.
     """
     try:
-        with file_limit_errors(file.parent):
-            opened = os.open(file, _FLAGS)
+        opened = os.open(file, _FLAGS)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EMLINK):
             raise

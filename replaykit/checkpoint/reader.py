@@ -18,7 +18,7 @@ import torch
 from replaykit._compat import arange, dtype_by_name
 from replaykit.checkpoint.checkpoint_format import MANIFEST, decode, open_file, read_manifest
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import Span, can_map_spans, file_limit_errors, map_private, map_spans
+from replaykit.filesystem import Span, can_map_spans, map_private, map_spans
 from replaykit.interrupts import check
 from replaykit.native import crc32
 
@@ -195,8 +195,7 @@ class Checkpoint:
     def _map(self, name: str, size: int) -> mmap.mmap | None:
         opened = open_file(self.folder / name, size)
         try:
-            with file_limit_errors(self.folder):
-                return mmap.mmap(opened, size, access=mmap.ACCESS_COPY) if size else None
+            return mmap.mmap(opened, size, access=mmap.ACCESS_COPY) if size else None
         finally:
             os.close(opened)
 

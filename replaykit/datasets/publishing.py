@@ -21,7 +21,6 @@ from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import (
     disk_errors,
     exchange,
-    file_limit_errors,
     map_private,
     private_path,
     remove_tree,
@@ -309,16 +308,15 @@ def open_published(path: str | Path, *, identity: Mapping[str, Any] | None = Non
             message has the remedy.
     """
     target = _resolve(path)
-    with file_limit_errors(target):
-        found = _existing(target, identity)
-        if found is None:
-            if not siblings(target, _RETIRED):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
-            with target_lock(target):
-                recover(target)
-            found = open_directory(target)
-            _check_identity(found, identity)
-        return found
+    found = _existing(target, identity)
+    if found is None:
+        if not siblings(target, _RETIRED):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
+        with target_lock(target):
+            recover(target)
+        found = open_directory(target)
+        _check_identity(found, identity)
+    return found
 
 
 def verify_published(path: str | Path) -> None:
@@ -332,9 +330,8 @@ def verify_published(path: str | Path) -> None:
             the damaged files.
     """
     target = _resolve(path)
-    with file_limit_errors(target):
-        files = open_directory(target).manifest.files()
-        damaged = [name for name, _, crc32 in files if crc32_of_file(target / name) != crc32]
+    files = open_directory(target).manifest.files()
+    damaged = [name for name, _, crc32 in files if crc32_of_file(target / name) != crc32]
     if damaged:
         why = f"the content of {', '.join(damaged)} has a wrong checksum [V61]"
         raise _refusal(target, why)
@@ -353,7 +350,7 @@ def remove_published(path: str | Path) -> None:
     target = _resolve(path)
     if not target.exists():
         raise FileNotFoundError(f"{target} does not exist")
-    with file_limit_errors(target), target_lock(target):
+    with target_lock(target):
         check_own(target)
         recover(target)
         doomed = private_path(target, _BUILDING)
@@ -403,18 +400,17 @@ def ensure_published(
         is_old = found is None or (is_current is not None and not is_current(found.manifest))
         return None if is_old else found
 
-    with file_limit_errors(target):
+    if (found := current()) is not None:
+        return found
+    with target_lock(target):
+        unfinished = recover(target, keeps=goes_on)
         if (found := current()) is not None:
+            recover(target)
             return found
-        with target_lock(target):
-            unfinished = recover(target, keeps=goes_on)
-            if (found := current()) is not None:
-                recover(target)
-                return found
-            check_own(target)
-            if prepare is not None:
-                prepare()
-            return publish(target, build, unfinished=unfinished, goes_on=goes_on)
+        check_own(target)
+        if prepare is not None:
+            prepare()
+        return publish(target, build, unfinished=unfinished, goes_on=goes_on)
 
 
 def publish(
