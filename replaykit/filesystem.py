@@ -2,8 +2,8 @@
 
 Before Python 3.13, ``mmap`` of Python keeps a file descriptor for each mapping. A data set of 80
 columns would hold 80 of the 1024 descriptors that a process usually has. So the mappings here call
-``mmap`` of the C library, which keeps none, if that is available. Only `map_common` uses the
-``mmap`` of Python for mappings smaller than a large page.
+``mmap`` of the C library, which keeps none. Only `map_common` uses the ``mmap`` of Python for
+mappings smaller than a large page.
 """
 
 from __future__ import annotations
@@ -413,8 +413,6 @@ def map_private(descriptor: int, nbytes: int) -> Any:
     Raises:
         OSError: the system refuses the mapping, for example with ``ENOMEM`` for too many mappings.
     """
-    if _SYSTEM is None:
-        return _map_by_python(descriptor, nbytes)
     return _owned(_map(None, nbytes, 0, descriptor, 0), nbytes)
 
 
@@ -424,28 +422,22 @@ def map_common(descriptor: int, nbytes: int) -> Any:
     A mapping of at least one large page begins at a multiple of the size of large pages. Otherwise
     the system could not use large pages. Arguments, result and errors are as for ``map_private``.
     """
-    if _SYSTEM is None or nbytes < LARGE_PAGE:
+    if nbytes < LARGE_PAGE:
         return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_WRITE)
-    map_, unmap = _SYSTEM
     room = -(-nbytes // LARGE_PAGE) * LARGE_PAGE + LARGE_PAGE
     start = _map(None, room, mmap.MAP_ANONYMOUS, -1, 0)
     address = -(-start // LARGE_PAGE) * LARGE_PAGE
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = map_(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    found = _MMAP(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
     if found != address:
         code = ctypes.get_errno()
-        unmap(start, room)
+        _MUNMAP(start, room)
         raise OSError(code, os.strerror(code))
     stop = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for first, last in ((start, address), (stop, start + room)):
         if first < last:
-            unmap(first, last - first)
+            _MUNMAP(first, last - first)
     return _owned(address, nbytes)
-
-
-def can_map_spans() -> bool:
-    """Return whether this system can map parts of files to chosen addresses."""
-    return _SYSTEM is not None
 
 
 def map_spans(nbytes: int, spans: Iterable[Span]) -> Any:
@@ -464,12 +456,9 @@ def map_spans(nbytes: int, spans: Iterable[Span]) -> Any:
         As ``map_private``.
 
     Raises:
-        NotImplementedError: the system's ``mmap`` cannot be called (``can_map_spans``).
         OSError: the system refuses the mapping, for example with ``ENOMEM`` for too many mappings,
             or a file has too few bytes.
     """
-    if _SYSTEM is None:
-        raise NotImplementedError("mapping parts of files in a row needs a 64-bit POSIX system")
     page = mmap.PAGESIZE
     address = _map(None, nbytes, mmap.MAP_ANONYMOUS, -1, 0)
     memory = _owned(address, nbytes)
@@ -489,10 +478,9 @@ def map_spans(nbytes: int, spans: Iterable[Span]) -> Any:
 
 def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
     """Map a file privately without reserving memory; return the address."""
-    assert _SYSTEM is not None
     flags |= mmap.MAP_PRIVATE | _NO_RESERVE
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _SYSTEM[0](address, nbytes, access, flags, descriptor, offset)
+    found = _MMAP(address, nbytes, access, flags, descriptor, offset)
     if found in (None, _FAILED):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -502,11 +490,10 @@ def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: 
 
 def _owned(address: int, nbytes: int) -> Any:
     """Return an object over mapped memory, which unmaps it when it is deleted."""
-    assert _SYSTEM is not None
     memory = (ctypes.c_char * nbytes).from_address(address)
     # The finalizer runs when no view can use the memory any more. It does not run at exit, because
     # tensors may outlive it and the system then unmaps the memory.
-    weakref.finalize(memory, _SYSTEM[1], address, nbytes).atexit = False
+    weakref.finalize(memory, _MUNMAP, address, nbytes).atexit = False
     return memory
 
 
@@ -518,34 +505,18 @@ def _read_into(view: memoryview, descriptor: int, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _map_by_python(descriptor: int, nbytes: int) -> mmap.mmap:
-    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-    if _NO_RESERVE:
-        flags = mmap.MAP_PRIVATE | _NO_RESERVE
-        return mmap.mmap(
-            descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options
-        )
-    return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY, **options)
-
-
 def _no_reserve() -> int:
     """Return MAP_NORESERVE for this processor; Python defines it since 3.13."""
     known = getattr(mmap, "MAP_NORESERVE", 0)
     if known or sys.platform != "linux":
         return known
-    return 0x4000 if platform.machine() in ("x86_64", "aarch64", "i686", "riscv64") else 0
+    return 0x4000 if platform.machine() in ("x86_64", "aarch64", "riscv64") else 0
 
 
-def _system() -> tuple[Callable[..., int | None], Callable[[int, int], int]] | None:
-    """Return ``mmap`` and ``munmap`` of the C library; None if types are unknown."""
-    # On 32-bit systems the type of an offset differs between libraries.
-    if os.name != "posix" or sys.maxsize < 1 << 32:
-        return None
-    try:
-        library = ctypes.CDLL(None, use_errno=True)
-        map_, unmap = library.mmap, library.munmap
-    except (OSError, AttributeError):
-        return None
+def _system() -> tuple[Callable[..., int | None], Callable[[int, int], int]]:
+    """Return ``mmap`` and ``munmap`` of the C library of a 64-bit system."""
+    library = ctypes.CDLL(None, use_errno=True)
+    map_, unmap = library.mmap, library.munmap
     map_.restype = ctypes.c_void_p
     number, size, offset = ctypes.c_int, ctypes.c_size_t, ctypes.c_int64
     map_.argtypes = [ctypes.c_void_p, size, number, number, number, offset]
@@ -559,4 +530,4 @@ _MAP_FIXED: Final = 0x10
 """MAP_FIXED, equal on all systems with ``mmap``. Python does not define it."""
 _FAILED: Final = (1 << 64) - 1
 _NO_RESERVE: Final = _no_reserve()
-_SYSTEM: Final = _system()
+_MMAP, _MUNMAP = _system()

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaykit import filesystem
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import open_published, remove_published, verify_published
@@ -173,14 +172,6 @@ atexit.register(late)
     assert done.stdout.split("\n")[:2] == ["[97, 98, 99]"] * 2
 
 
-def test_python_maps_files_without_the_system_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(filesystem, "_SYSTEM", None)
-    tensor = mapped(tmp_path / "x", b"abc")
-    tensor[0] = 0
-    assert tensor.tolist() == [0, 98, 99]
-    assert (tmp_path / "x").read_bytes() == b"abc"
-
-
 def test_failing_private_mapping_raises_the_error_of_the_system(tmp_path):
     with (tmp_path / "x").open("wb") as file, pytest.raises(PermissionError):
         map_private(file.fileno(), 10)
@@ -227,9 +218,3 @@ def test_a_span_that_a_file_does_not_have_is_an_error(tmp_path):
         map_spans(10, [Span(file.fileno(), 1, 5, 3)])
     with pytest.raises(OSError, match="Bad file descriptor"):
         map_spans(10 * mmap.PAGESIZE, [Span(-1, 0, 0, 4 * mmap.PAGESIZE)])
-
-
-def test_spans_need_the_systems_call(monkeypatch):
-    monkeypatch.setattr(filesystem, "_SYSTEM", None)
-    assert not filesystem.can_map_spans()
-    refuses(NotImplementedError, "64-bit POSIX", map_spans, 1, [])

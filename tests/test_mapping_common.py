@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaykit import LazyTensorStorage, ReplayBuffer, filesystem
+from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.filesystem import LARGE_PAGE, map_common
 from replaykit.native import join_pages
 from tests.support.refusals import refuses
@@ -26,12 +26,7 @@ def common(path: Path, nbytes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("system", [True, False])
-def test_changes_reach_the_file_and_all_its_mappings(
-    tmp_path: Path, nbytes: int, system: bool, monkeypatch: pytest.MonkeyPatch
-):
-    if not system:
-        monkeypatch.setattr(filesystem, "_SYSTEM", None)
+def test_changes_reach_the_file_and_all_its_mappings(tmp_path: Path, nbytes: int):
     first, second = common(tmp_path / "x", nbytes), common(tmp_path / "x", nbytes)
     first[0], first[-1] = 5, 6
     assert (second[0], second[-1]) == (5, 6)

@@ -1420,7 +1420,6 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
                 file.
             ValueError: keys, shapes, dtypes, lanes or kind of writer differ. With ``mmap``, also if
                 the storage cannot map these files.
-            NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
             OSError: the operating system cannot map the files.
 
         If rows get other slots, because the capacity differs, then an index and a generation from

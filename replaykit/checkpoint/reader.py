@@ -18,7 +18,7 @@ import torch
 from replaykit._compat import arange, dtype_by_name
 from replaykit.checkpoint.checkpoint_format import MANIFEST, decode, open_file, read_manifest
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import Span, can_map_spans, map_private, map_spans
+from replaykit.filesystem import Span, map_private, map_spans
 from replaykit.interrupts import check
 from replaykit.native import crc32
 
@@ -365,18 +365,9 @@ class MappedRows(RowChunks):
 
 
 class MappedCheckpoint(Checkpoint):
-    """A Checkpoint whose ``mapped`` entries are MappedRows of any size.
-
-    Raises:
-        NotImplementedError: the system cannot map parts of files one after the other.
-    """
+    """A Checkpoint whose ``mapped`` entries are MappedRows of any size."""
 
     def __init__(self, path: str | os.PathLike[str], version: int | None = None) -> None:
-        if not can_map_spans():
-            raise NotImplementedError(
-                "a checkpoint can only be opened with mmap=True on a 64-bit POSIX system; "
-                "load it without"
-            )
         self._descriptors: dict[str, int] = {}
         try:
             super().__init__(path, version)

@@ -787,7 +787,6 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
                 file.
             ValueError: the checkpoint has other members, or ``mmap`` is given with remote members;
                 the error names the member.
-            NotImplementedError: ``mmap`` on a system other than 64-bit POSIX.
             OSError: the operating system cannot map the files.
 
         The load first checks all members and reads the files. If this raises, nothing has changed.

@@ -21,7 +21,6 @@ from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versio
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import can_map_spans
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.structure import Branch
@@ -182,7 +181,7 @@ def _opened(path: Path) -> LazyMemmapStorage:
 
 @contextmanager
 def _saved(path: Path) -> Iterator[tuple[Checkpoint, Content]]:
-    with (MappedCheckpoint if can_map_spans() else Checkpoint)(path) as saved:
+    with MappedCheckpoint(path) as saved:
         try:
             content = Content.from_state(saved.part("storage", mapped=["groups"]))
         except ValueError as error:
@@ -266,7 +265,7 @@ def _checkpoint_buffer(saved: Checkpoint, content: Content) -> ReplayBuffer[Any,
                 buffer._chain.state_dict(),
                 None,
                 [],
-                mapped=isinstance(saved, MappedCheckpoint),
+                mapped=True,
             ),
         )
     return buffer

@@ -416,17 +416,6 @@ def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
     assert not plain.storage.initialized
 
 
-def test_mapped_load_without_system_support_raises_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    filled().dumps(tmp_path)
-    monkeypatch.setattr(filesystem, "_SYSTEM", None)
-    buffer = make()
-    with pytest.raises(NotImplementedError, match="mmap=True on a 64-bit POSIX system"):
-        buffer.loads(tmp_path, mmap=True)
-    assert not buffer.storage.initialized
-
-
 def test_failed_mapping_raises_an_error_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
