@@ -51,6 +51,7 @@ from replaykit.datasets.families.lerobot_files import (
     read_set,
     values_of,
 )
+from replaykit.datasets.publishing import replace_path
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import SourceFile, Sources, files_below
 from replaykit.errors import CorpusError
@@ -108,10 +109,9 @@ class LeRobotLayout(TableLayout):
         try:
             repair.write(meta)
             _check_repaired(folder, meta)
-            repair.publish(meta)
-        except BaseException:
-            remove_tree(meta)
-            raise
+            replace_path(meta, folder / "meta")
+        finally:
+            remove_tree(meta)  # the old metadata, or after an error the new
         return repair.changes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from replaykit.datasets.families.lerobot_files import (
     values_of,
 )
 from replaykit.errors import CorpusError
-from replaykit.filesystem import exchange, private_path, remove_tree, sync_directory, sync_tree
+from replaykit.filesystem import sync_tree
 
 TOLERANCE: Final = 1e-4
 """Seconds by which a timestamp may differ from its frame, as in LeRobot."""
@@ -473,17 +472,6 @@ class Repair:
             else:
                 arrow().write_table(content, path)
         sync_tree(meta)
-
-    def publish(self, meta: Path) -> None:
-        """Exchange the folder ``meta`` of the data set for the corrected one, in one step."""
-        old = self._folder / "meta"
-        if not exchange(meta, old):
-            retired = private_path(old, "old")
-            os.rename(old, retired)
-            os.rename(meta, old)
-            meta = retired
-        sync_directory(self._folder)
-        remove_tree(meta)
 
 
 class _Frames:
