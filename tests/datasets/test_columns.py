@@ -21,7 +21,7 @@ from replaykit import filesystem
 from replaykit.datasets import column_files, publishing
 from replaykit.datasets.column_files import ColumnSpec, create_columns
 from replaykit.datasets.dataset_manifest import joined_crc32
-from replaykit.datasets.engine import row_batches, row_writer
+from replaykit.datasets.engine import row_batches
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import verify_published
 from replaykit.filesystem import EarlySync
@@ -99,7 +99,6 @@ def test_checksum_of_two_parts(first, second):
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
 def test_columns_of_one_leaf_have_the_right_checksums(tmp_path, monkeypatch, block_bytes):
     """All of their bytes, whatever the blocks: as a reading of the files finds them."""
-    monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1)
     monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
     path = write_file(tmp_path / "a.h5", 40, 2, 3, 17)
     convert(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))

@@ -11,7 +11,7 @@ import pytest
 from tensordict import TensorDict
 
 from replaykit.datasets import Policies, convert
-from replaykit.datasets.engine import conversion, row_writer
+from replaykit.datasets.engine import conversion
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.publishing import verify_published
 from replaykit.errors import CorpusError
@@ -59,7 +59,6 @@ def passes(monkeypatch) -> list[int]:
         return write_files(plan, *args, **options)
 
     monkeypatch.setattr(conversion, "write_files", counted)
-    monkeypatch.setattr(row_writer, "_LEAST_COMMON", 1 << 12)  # wide columns have common values
     return found
 
 

@@ -36,8 +36,6 @@ from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 _ENDS: Final = ("terminated", "truncated")
 """Roles whose flags are set by any number but zero. Other flags must be 0 or 1."""
-_LEAST_COMMON: Final = 1 << 16
-"""Least size of values in several columns whose statistics are computed only once."""
 
 
 class Storing:
@@ -85,17 +83,13 @@ class Storing:
         """
         values = self._cast(leaf, start, block)
         parts = [run.within(start, start + len(block)) for run in runs]
-        common = _Common.of(values, start, parts)
         stored: list[tuple[int, npt.NDArray[Any]] | None] = []
         for target, part in zip(leaf.targets, parts, strict=True):
             if not len(part):
                 stored.append(None)
                 continue
             row, entries = int(part.rows[0]), part.records_in(values, start)
-            if common is None:
-                self.put(target.key, row, entries)
-            else:
-                self._put_common(target.key, row, entries, int(part.records[0]), common)
+            self.put(target.key, row, entries)
             check_alignment(self._stretch, leaf, target, start, values, row, entries)
             stored.append((row, entries))
         return stored
@@ -105,23 +99,10 @@ class Storing:
 
         The rows read back are the first row, the last row and one row of each episode.
         """
-        self._write(key, row, entries)
-        self._statistics[key].add(entries)
-
-    def _put_common(
-        self, key: Key, row: int, entries: npt.NDArray[Any], record: int, common: _Common
-    ) -> None:
-        first, stop = common.first - record, common.stop - record
-        self._write(key, row, entries)
-        statistics = self._statistics[key]
-        statistics.add(entries[:first])
-        statistics.merge(common.statistics)
-        statistics.add(entries[stop:])
-
-    def _write(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
         first, last = np.searchsorted(self._samples, (row, row + len(entries)))
         verify = (self._samples[first:last] - row).tolist()
         self._columns[key].write(row, entries, verify=verify)
+        self._statistics[key].add(entries)
 
     def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if leaf.stored == block.dtype:
@@ -156,36 +137,6 @@ def lost_numbers(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArr
     if found == "c" and made == "f":
         lost |= block.imag != 0
     return np.asarray(lost)
-
-
-class _Common:
-    """The records of a block that are stored in all columns of a leaf.
-
-    A recorded state is stored twice: as the state before the next step, and as the state after the
-    preceding step. So both columns take nearly all records of a block, and can share their
-    statistics.
-
-    Attributes:
-        first, stop: the records ``first .. stop - 1``.
-        statistics: the statistics of the records' numbers.
-    """
-
-    def __init__(self, first: int, stop: int, values: npt.NDArray[Any]) -> None:
-        self.first = first
-        self.stop = stop
-        self.statistics = Statistics()
-        self.statistics.add(values)
-
-    @classmethod
-    def of(cls, block: npt.NDArray[Any], start: int, parts: Sequence[Runs]) -> _Common | None:
-        """Return the common records, or ``None`` if sharing would save no time."""
-        if len(parts) < 2 or any(len(part) != 1 for part in parts):
-            return None
-        first = max(int(part.records[0]) for part in parts)
-        stop = min(int(part.records[0] + part.counts[0]) for part in parts)
-        if (stop - first) * block[:1].nbytes < _LEAST_COMMON:
-            return None
-        return cls(first, stop, block[first - start : stop - start])
 
 
 _DIGEST_BYTES: Final = 16
