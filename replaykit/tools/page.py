@@ -300,43 +300,33 @@ def _as_picture(frame: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(frame, np.uint8)
 
 
-_COLOURS: Final = {
-    "bg": ("#f5f7f9", "#12161b"),
-    "card": ("#ffffff", "#1a2027"),
-    "ink": ("#1d2630", "#e6eaef"),
-    "faint": ("#5d6976", "#9aa6b3"),
-    "line": ("#e1e6ec", "#2b333d"),
-    "accent": ("#2f6fde", "#7aa8ff"),
-    "warm": ("#e07a3f", "#f0a06a"),
-    "good": ("#2a9d74", "#58c79d"),
-    "violet": ("#b5489a", "#d98ac4"),
-    "grey": ("#8a96a3", "#8a96a3"),
-    "bad": ("#b3261e", "#ff8a80"),
-    "soft": ("#eef3fb", "#1f2936"),
-    "warn": ("#fff6ec", "#2c2318"),
+DAY: Final[Mapping[str, str]] = {
+    "bg": "#f5f7f9",
+    "card": "#ffffff",
+    "ink": "#1d2630",
+    "faint": "#5d6976",
+    "line": "#e1e6ec",
+    "accent": "#2f6fde",
+    "warm": "#e07a3f",
+    "good": "#2a9d74",
+    "violet": "#b5489a",
+    "grey": "#8a96a3",
+    "bad": "#b3261e",
+    "soft": "#eef3fb",
+    "warn": "#fff6ec",
 }
-"""Colours for a light and a dark background, by their names in style sheets."""
-DAY: Final[Mapping[str, str]] = {name: day for name, (day, _) in _COLOURS.items()}
-NIGHT: Final[Mapping[str, str]] = {name: night for name, (_, night) in _COLOURS.items()}
+"""Colours by their names in style sheets."""
 HOLES: Final = ("#f2c9a0", "#e07a3f", "#b3261e")
-"""Colours for small to large shares of NaN, readable on both backgrounds."""
+"""Colours for small to large shares of NaN."""
 
 
 def variables() -> str:
-    """Return the style sheet of all colours, for light and dark systems."""
-
-    def root(colours: Mapping[str, str]) -> str:
-        return ":root{" + ";".join(f"--{name}:{value}" for name, value in colours.items()) + "}"
-
-    night = f"@media (prefers-color-scheme:dark){{{root(NIGHT)}}}"
-    return f":root{{color-scheme:light dark}}{root(DAY)}{night}\n"
+    """Return the style sheet of all colours."""
+    return ":root{" + ";".join(f"--{name}:{value}" for name, value in DAY.items()) + "}\n"
 
 
-def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
+def plot_settings() -> dict[str, Any]:
     """Return settings for `matplotlib.rc_context`.
-
-    Args:
-        colours: a colour for each of the names ``card``, ``ink``, ``faint``, ``line``, ``accent``.
 
     Example:
         >>> from replaykit.tools.page import DAY, plot_settings
@@ -345,17 +335,17 @@ def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
     """
     return {
         "font.size": 9,
-        "figure.facecolor": colours["card"],
-        "axes.facecolor": colours["card"],
-        "text.color": colours["ink"],
-        "axes.edgecolor": colours["line"],
-        "axes.labelcolor": colours["faint"],
-        "axes.titlecolor": colours["ink"],
+        "figure.facecolor": DAY["card"],
+        "axes.facecolor": DAY["card"],
+        "text.color": DAY["ink"],
+        "axes.edgecolor": DAY["line"],
+        "axes.labelcolor": DAY["faint"],
+        "axes.titlecolor": DAY["ink"],
         "axes.titlelocation": "left",
         "axes.titlesize": 10,
         "axes.titleweight": "bold",
-        "xtick.color": colours["faint"],
-        "ytick.color": colours["faint"],
+        "xtick.color": DAY["faint"],
+        "ytick.color": DAY["faint"],
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "ytick.minor.size": 0,
@@ -364,7 +354,7 @@ def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
-        "grid.color": colours["line"],
+        "grid.color": DAY["line"],
         "grid.linewidth": 0.8,
         "axes.spines.left": False,
         "axes.spines.top": False,
@@ -374,11 +364,9 @@ def plot_settings(colours: Mapping[str, str] = DAY) -> dict[str, Any]:
     }
 
 
-# Placeholder colours, which are replaced in the SVG text by variables of its style sheet.
-_STANDINS: Final = {name: f"#0102{place:02x}" for place, name in enumerate(DAY)}
-_FAINT: Final = _STANDINS["faint"]
-_FILL: Final = _STANDINS["accent"]
-_FILL_2: Final = _STANDINS["warm"]
+_FAINT: Final = DAY["faint"]
+_FILL: Final = DAY["accent"]
+_FILL_2: Final = DAY["warm"]
 
 _MOST_BARS: Final = 60
 _MOST_TICKS: Final = 8
@@ -399,7 +387,7 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        **plot_settings(_STANDINS),
+        **plot_settings(),
         "svg.hashsalt": "replaykit",
         "svg.fonttype": "path",
         "text.parse_math": False,
@@ -413,15 +401,9 @@ def svg_url(draw: Callable[[Any], None], *, width: float, height: float) -> str:
             axes.patch.set_alpha(0)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(_coloured(text.getvalue())).decode()
-
-
-def _coloured(svg: str) -> bytes:
+    svg = text.getvalue()
     svg = svg[svg.index("<svg") :]  # without the declaration, which contains a URL
-    for name, colour in _STANDINS.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    head, end, rest = svg.partition(">")
-    return (head + end + f"<style>{variables()}</style>" + rest).encode()
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 def _margins(

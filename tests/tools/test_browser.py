@@ -13,7 +13,7 @@ import torch
 
 from replaykit import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from replaykit.inspection import opened
-from replaykit.tools.page import DAY, NIGHT, write_page
+from replaykit.tools.page import DAY, write_page
 from tests.browser import CHROMIUM, NO_CHROMIUM, Browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
@@ -69,35 +69,27 @@ clip: {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}}))
 
 
 @pytest.mark.parametrize("name", ["demo.hdf5", "saved"])
-def test_page_shows_every_picture_in_light_and_dark_mode(browser, pages, name):
-    shown = {}
-    for dark in (False, True):
-        browser.open(pages[name], width=1100, dark=dark)
-        images = browser.value(IMAGES)
-        titles = [image["alt"] for image in images]
-        assert {"Return of each episode", "Returns", "Lengths", "Reward", "Action"} <= set(titles)
-        assert ("Priority" in titles) == (name == "saved")
-        assert ("data/demo_*/obs/image" in titles) == (name == "demo.hdf5")
-        assert ("Where values are NaN" in titles) == (name == "demo.hdf5")
-        for image in images:
-            assert min(image["natural"]) > 50, image
-            pixels = browser.picture(image["clip"])
-            # Something is drawn: neither one colour, nor a page with a speck.
-            codes = pixels.reshape(-1, 3).astype(np.uint32) @ np.array(
-                [1 << 16, 1 << 8, 1], np.uint32
-            )
-            colours, times = np.unique(codes, return_counts=True)
-            assert len(colours) > 5, image
-            assert times.max() < 0.995 * times.sum(), image
-            shown[image["alt"], dark] = pixels
-        background = browser.picture({"x": 0, "y": 0, "width": 5, "height": 5}).mean()
-        assert background < 60 if dark else background > 200
-    # Axes and letters follow the colours of the page, so that they can be read.
-    for (title, dark), pixels in shown.items():
-        if title in ("Returns", "Reward"):
+def test_page_shows_every_picture(browser, pages, name):
+    browser.open(pages[name], width=1100, dark=False)
+    images = browser.value(IMAGES)
+    titles = [image["alt"] for image in images]
+    assert {"Return of each episode", "Returns", "Lengths", "Reward", "Action"} <= set(titles)
+    assert ("Priority" in titles) == (name == "saved")
+    assert ("data/demo_*/obs/image" in titles) == (name == "demo.hdf5")
+    assert ("Where values are NaN" in titles) == (name == "demo.hdf5")
+    for image in images:
+        assert min(image["natural"]) > 50, image
+        pixels = browser.picture(image["clip"])
+        # Something is drawn: neither one colour, nor a page with a speck.
+        codes = pixels.reshape(-1, 3).astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+        colours, times = np.unique(codes, return_counts=True)
+        assert len(colours) > 5, image
+        assert times.max() < 0.995 * times.sum(), image
+        # Axes and letters can be read.
+        if image["alt"] in ("Returns", "Reward"):
             spread = np.abs(pixels.astype(int) - np.median(pixels, axis=(0, 1))).max()
-            assert spread > 90, (title, dark)
-            assert np.median(pixels) < 60 if dark else np.median(pixels) > 200
+            assert spread > 90, image
+            assert np.median(pixels) > 200
 
 
 def test_page_makes_no_request_and_logs_no_error(browser, pages):
@@ -146,10 +138,9 @@ def shown_colours(pixels: np.ndarray) -> set[str]:
     return {f"#{bytes(colour).hex()}" for colour in np.unique(pixels.reshape(-1, 3), axis=0)}
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_plots_have_the_colours_of_the_page(browser, pages, dark):
-    colours = NIGHT if dark else DAY
-    browser.open(pages["demo.hdf5"], width=1300, dark=dark)
+def test_plots_have_the_colours_of_the_page(browser, pages):
+    colours = DAY
+    browser.open(pages["demo.hdf5"], width=1300, dark=False)
     clips = {image["alt"]: image["clip"] for image in browser.value(IMAGES)}
     assert {colours["card"], colours["line"], colours["accent"]} <= shown_colours(
         browser.picture(clips["Reward"])
