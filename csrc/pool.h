@@ -52,39 +52,48 @@ void start_threads(int& threads, int wanted, const Serve& serve) {
 // The process that loaded the core.
 inline const long kHome = this_process();
 
-// Starts work(data) on several threads of OpenMP, and returns when it has ended on all of them.
-using StartOpenMP = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+// Functions of the OpenMP that torch has loaded. `start` calls work(data) on several threads, and
+// returns when it has ended on all of them.
+struct OpenMP {
+  void (*start)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+  int (*number)();
+  int (*threads)();
+};
 
-// Returns GOMP_parallel of the OpenMP that torch has loaded, or null. After any operation torch's
-// threads stay awake for a while and keep their processors busy, so other threads would compete with
-// them. A forked process has no threads of OpenMP, and would wait for them.
-inline StartOpenMP openmp() {
+// Returns OpenMP, or null if it cannot be used. After any operation torch's threads stay awake for a
+// while and keep their processors busy, so other threads would compete with them. A forked process
+// has no threads of OpenMP, and would wait for them.
+inline const OpenMP* openmp() {
 #if defined(__unix__) || defined(__APPLE__)
-  static const auto found = reinterpret_cast<StartOpenMP>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return kHome == this_process() ? found : nullptr;
+  static const OpenMP found{
+      reinterpret_cast<decltype(OpenMP::start)>(dlsym(RTLD_DEFAULT, "GOMP_parallel")),
+      reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num")),
+      reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"))};
+  const bool usable = found.start != nullptr && found.number != nullptr && found.threads != nullptr;
+  return usable && kHome == this_process() ? &found : nullptr;
 #else
   return nullptr;
 #endif
 }
 
-// Calls work(begin, end) for pieces of [0, n) on up to `threads` threads, or on this one if OpenMP
-// cannot be used. `work` must not throw. A thread that is late on a busy machine gets fewer pieces.
+// Calls work(begin, end) for parts of [0, n) on up to `threads` threads, or once if OpenMP cannot be
+// used. `work` must not throw. Each thread always has the same part, because its processor may have
+// the memory of the last batch in its cache.
 template <typename Work>
-void run_pieces(std::int64_t n, std::int64_t piece, int threads, const Work& work) {
-  const StartOpenMP start = threads < 2 ? nullptr : openmp();
-  if (start == nullptr) return work(std::int64_t{0}, n);
+void run_parts(std::int64_t n, int threads, const Work& work) {
+  const OpenMP* const omp = threads < 2 ? nullptr : openmp();
+  if (omp == nullptr) return work(std::int64_t{0}, n);
   struct Loop {
+    const OpenMP& omp;
     const Work& work;
-    const std::int64_t n, piece;
-    std::atomic<std::int64_t> next{0};
-  } loop{work, n, std::max<std::int64_t>(1, piece)};
-  const auto take = [](void* data) {
-    Loop& loop = *static_cast<Loop*>(data);
-    for (std::int64_t at; (at = loop.next.fetch_add(loop.piece)) < loop.n;) {
-      loop.work(at, std::min(loop.n, at + loop.piece));
-    }
+    const std::int64_t n;
+  } loop{*omp, work, n};
+  const auto part = [](void* data) {
+    const Loop& loop = *static_cast<Loop*>(data);
+    const std::int64_t number = loop.omp.number(), threads = loop.omp.threads();
+    loop.work(loop.n * number / threads, loop.n * (number + 1) / threads);
   };
-  start(take, &loop, static_cast<unsigned>(threads), 0);
+  omp->start(part, &loop, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace replaykit

@@ -134,7 +134,7 @@ void parallel(std::int64_t n, std::int64_t row_bytes, int threads, const Work& w
   if (threads < 2 || n * row_bytes < kBytesToShare) {
     work(std::int64_t{0}, n);
   } else {
-    run_pieces(n, kBytesAPiece / std::max<std::int64_t>(1, row_bytes), threads, work);
+    run_parts(n, threads, work);
   }
 }
 

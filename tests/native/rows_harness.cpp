@@ -23,11 +23,19 @@
 #include <thread>
 #include <vector>
 
-// In place of OpenMP, which the thread sanitizer does not know. `run_pieces` finds it by its name.
+// In place of OpenMP, which the thread sanitizer does not know. `run_parts` finds it by its names.
+thread_local int part = 0, parts = 1;
+
+extern "C" int omp_get_thread_num() { return part; }
+extern "C" int omp_get_num_threads() { return parts; }
 extern "C" void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned) {
+  const auto run = [=](int number) {
+    part = number, parts = static_cast<int>(threads);
+    work(data);
+  };
   std::vector<std::thread> others;
-  for (unsigned i = 1; i < threads; ++i) others.emplace_back(work, data);
-  work(data);
+  for (int number = 1; number < static_cast<int>(threads); ++number) others.emplace_back(run, number);
+  run(0);
   for (std::thread& other : others) other.join();
 }
 
@@ -204,11 +212,11 @@ void rows_of_a_file(Random& random) {
 // -- threads --------------------------------------------------------------------------------------
 
 // Every number once, whoever takes it.
-void share(std::int64_t n, std::int64_t piece, int threads) {
+void share(std::int64_t n, int threads) {
   const auto size = static_cast<std::size_t>(n);
   std::unique_ptr<std::atomic<int>[]> seen(new std::atomic<int>[size]());
   std::vector<std::int64_t> plain(size, 0);
-  replaykit::run_pieces(n, piece, threads, [&](std::int64_t begin, std::int64_t end) {
+  replaykit::run_parts(n, threads, [&](std::int64_t begin, std::int64_t end) {
     REQUIRE(0 <= begin && begin <= end && end <= n);
     for (std::int64_t i = begin; i < end; ++i) {
       seen[static_cast<std::size_t>(i)].fetch_add(1, std::memory_order_relaxed);
@@ -222,11 +230,9 @@ void share(std::int64_t n, std::int64_t piece, int threads) {
 }
 
 void shared_loops() {
-  REQUIRE(replaykit::openmp() == GOMP_parallel);
+  REQUIRE(replaykit::openmp() != nullptr);
   for (const std::int64_t n : {0, 1, 5, 1000}) {
-    for (const std::int64_t piece : {-3, 0, 1, 7, 5000}) {
-      for (const int threads : {0, 1, 2, 5, 3}) share(n, piece, threads);
-    }
+    for (const int threads : {0, 1, 2, 5, 3}) share(n, threads);
   }
 }
 
@@ -234,7 +240,7 @@ void loops_at_the_same_time(int rounds) {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([caller, rounds] {
-      for (int round = 0; round < rounds; ++round) share(200 + caller, 3, 1 + (round + caller) % 4);
+      for (int round = 0; round < rounds; ++round) share(200 + caller, 1 + (round + caller) % 4);
     });
   }
   for (std::thread& caller : callers) caller.join();
@@ -244,15 +250,15 @@ void loops_at_the_same_time(int rounds) {
 void loops_after_a_fork() {
   std::atomic<bool> stop{false};
   std::thread busy([&stop] {
-    while (!stop) share(500, 1, 3);
+    while (!stop) share(500, 3);
   });
   for (int round = 0; round < 20; ++round) {
     const pid_t child = fork();
     REQUIRE(child >= 0);
     if (child == 0) {
       REQUIRE(replaykit::openmp() == nullptr);
-      share(1000, 3, 4);
-      share(10, 1, 2);
+      share(1000, 4);
+      share(10, 2);
       std::_Exit(0);
     }
     int status = 0;
