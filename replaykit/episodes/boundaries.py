@@ -494,7 +494,7 @@ Array = np.ndarray[Any, Any]
 def positions_from(ledger: RowNumbers, slot: int) -> Array | None:
     """Return the row ids of the stored rows in ring order, from a slot on.
 
-    The result is None if the row ids are consecutive.
+    The result is None if the ledger has no table of row ids, because they are consecutive.
     """
     table = ledger.position_table()
     if table is None or not ledger.length:
