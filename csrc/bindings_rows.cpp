@@ -30,6 +30,8 @@ void bind_rows(nb::module_& m) {
           ask_for_large_pages(as_address(address), bytes);
         },
         "Ask the kernel for large pages for fresh memory. The kernel may ignore this.");
+  m.def("has_openmp", [] { return openmp() != nullptr; },
+        "Return whether large copies use the threads of torch's OpenMP.");
   m.def("join_pages",
         [](std::int64_t address, std::int64_t bytes) {
           if (bytes < 0) throw nb::value_error("expected a number of bytes of at least 0");

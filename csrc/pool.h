@@ -1,9 +1,9 @@
 // Loops on several threads, and threads of a process that are started once.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -76,13 +76,17 @@ inline const OpenMP* openmp() {
 #endif
 }
 
+inline std::mutex loop_running;
+
 // Calls work(begin, end) for parts of [0, n) on up to `threads` threads, or once if OpenMP cannot be
 // used. `work` must not throw. Each thread always has the same part, because its processor may have
-// the memory of the last batch in its cache.
+// the memory of the last batch in its cache. While a loop is running, callers of other loops run
+// them alone, because OpenMP would start other threads for each calling thread.
 template <typename Work>
 void run_parts(std::int64_t n, int threads, const Work& work) {
   const OpenMP* const omp = threads < 2 ? nullptr : openmp();
-  if (omp == nullptr) return work(std::int64_t{0}, n);
+  std::unique_lock<std::mutex> alone(loop_running, std::defer_lock);
+  if (omp == nullptr || !alone.try_lock()) return work(std::int64_t{0}, n);
   struct Loop {
     const OpenMP& omp;
     const Work& work;

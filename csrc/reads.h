@@ -25,6 +25,8 @@ struct Readers {
   std::atomic<std::int64_t> under_way{0};
 };
 
+constexpr std::int64_t kBytesAPiece = 256 << 10;
+
 // A gather that was begun. Threads take its pieces, and so does a caller that waits for it. The
 // caller has checked the positions, and keeps the memory of rows and sides alive until the gather
 // has ended.
@@ -33,7 +35,7 @@ struct Read {
        std::shared_ptr<Readers> readers)
       : table(table), index(std::move(index)), sides(std::move(sides)), readers(std::move(readers)),
         rows(static_cast<std::int64_t>(this->index.size())),
-        piece(std::max<std::int64_t>(1, detail::kBytesAPiece / std::max<std::int64_t>(1, table.row_bytes()))),
+        piece(std::max<std::int64_t>(1, kBytesAPiece / std::max<std::int64_t>(1, table.row_bytes()))),
         places(threads), left(rows) {}
 
   // Copies pieces until no piece is left. Returns whether this thread completed the gather.

@@ -50,7 +50,6 @@ constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kWideBytes = 4 << 10, kPiece = 256, kAheadOfPieces = 8 << 10;
 // For fewer bytes, a second thread costs more time than it saves.
 constexpr std::int64_t kBytesToShare = 1 << 20;
-constexpr std::int64_t kBytesAPiece = 256 << 10;
 
 inline void prefetch_line(const char* address) {
   __builtin_prefetch(address, 0, 2);

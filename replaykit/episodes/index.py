@@ -391,7 +391,8 @@ class EpisodeIndex:
             in_order = row_ids is None or bool((np.diff(row_ids) == 1).all())
             if in_order:  # else any row may have cut the oldest episode
                 known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
-            self._restart(start, known, unknown=not in_order or oldest != ledger.cleared)
+            first = ledger.cleared if in_order else 0
+            self._restart(start, known, unknown=oldest != first)
         else:
             self._restart(start)
         after, ends, severed = seams(
