@@ -324,7 +324,7 @@ def test_tables_without_a_title_are_refused(
     [
         ("118.5     184.1   0.31", "118.5     184.1   0,31", "expected a row as"),
         ("`python -m benchmarks overlap`: a loop", "A loop", "section 'Learning"),
-        ("others took less than 1 % of it. The step", "quiet. The step", "section 'Learning"),
+        ("others took 1 % of them. The step", "quiet. The step", "section 'Learning"),
     ],
 )
 def test_results_of_another_form_are_refused(old: str, new: str, error: str) -> None:
