@@ -61,7 +61,7 @@ def test_processes_agree_on_ids_after_rows_placed_by_hand() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8))
     rb.extend(_rows(0, [0, 0, 1, 0, 0]))
     rb.storage.set([3], _rows(5, [0]))
-    assert [e.complete for e in rb.episodes][0]  # its first row is the first of all rows
+    assert next(e.complete for e in rb.episodes)  # its first row is the first of all rows
 
 
 def test_an_edit_follows_edits_of_rows_that_are_gone() -> None:
