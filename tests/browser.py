@@ -97,13 +97,13 @@ class Browser:
         line, self._rest = self._rest.split(b"\0", 1)
         return json.loads(line)
 
-    def open(self, path: Path, *, width: int) -> None:
+    def open(self, path: Path, *, width: int, dark: bool) -> None:
         self.events.clear()
         self.ask(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=900, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
-        scheme = {"name": "prefers-color-scheme", "value": "light"}
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Page.navigate", url=path.as_uri())
         self.wait_for("Page.loadEventFired")

@@ -70,7 +70,7 @@ clip: {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}}))
 
 @pytest.mark.parametrize("name", ["demo.hdf5", "saved"])
 def test_page_shows_every_picture(browser, pages, name):
-    browser.open(pages[name], width=1100)
+    browser.open(pages[name], width=1100, dark=False)
     images = browser.value(IMAGES)
     titles = [image["alt"] for image in images]
     assert {"Return of each episode", "Returns", "Lengths", "Reward", "Action"} <= set(titles)
@@ -94,7 +94,7 @@ def test_page_shows_every_picture(browser, pages, name):
 
 def test_page_makes_no_request_and_logs_no_error(browser, pages):
     for path in pages.values():
-        browser.open(path, width=1100)
+        browser.open(path, width=1100, dark=False)
         browser.value(IMAGES)
         time.sleep(0.2)
         browser.value("1")  # what was said until now has arrived
@@ -113,7 +113,7 @@ def test_page_makes_no_request_and_logs_no_error(browser, pages):
 
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, pages):
     for path in pages.values():
-        browser.open(path, width=390)
+        browser.open(path, width=390, dark=False)
         browser.value(IMAGES)
         assert browser.value("document.scrollingElement.scrollWidth") <= 390
         sizes = browser.value(
@@ -140,7 +140,7 @@ def shown_colours(pixels: np.ndarray) -> set[str]:
 
 def test_plots_have_the_colours_of_the_page(browser, pages):
     colours = DAY
-    browser.open(pages["demo.hdf5"], width=1300)
+    browser.open(pages["demo.hdf5"], width=1300, dark=False)
     clips = {image["alt"]: image["clip"] for image in browser.value(IMAGES)}
     assert {colours["card"], colours["line"], colours["accent"]} <= shown_colours(
         browser.picture(clips["Reward"])
@@ -159,7 +159,7 @@ def test_plots_have_the_colours_of_the_page(browser, pages):
 def test_letters_of_all_plots_have_one_size(browser, pages):
     """Two actions fill half a row: over a whole one their letters would be twice as large."""
     for path in pages.values():
-        browser.open(path, width=1300)
+        browser.open(path, width=1300, dark=False)
         browser.value(IMAGES)
         scales = browser.value(
             "[...document.querySelectorAll('.plots img')].map(i => i.clientWidth / i.naturalWidth)"
@@ -169,7 +169,7 @@ def test_letters_of_all_plots_have_one_size(browser, pages):
 
 
 def test_the_keys_are_a_table_and_a_name_is_no_markup(browser, pages):
-    browser.open(pages["demo.hdf5"], width=1100)
+    browser.open(pages["demo.hdf5"], width=1100, dark=False)
     cells = browser.value(
         "[...document.querySelectorAll('#keys tbody tr')].map(r => [...r.cells].map("
         "c => (c.querySelector('code') || c).textContent))"
