@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "pages.h"
-#include "pool.h"
+#include "threads.h"
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>

@@ -385,16 +385,6 @@ class EpisodeIndex:
         def heads(keys: Array | None, slot: Array, row_id: Array) -> Array:
             return known_heads(old, noted, self._storage.indexes, self.rule, keys, slot, row_id)
 
-        if self.key is None and length:
-            lanes = np.arange(old.lanes)
-            known = np.zeros((old.lanes, 3), np.int64)
-            in_order = row_ids is None or bool((np.diff(row_ids) == 1).all())
-            if in_order:  # else any row may have cut the oldest episode
-                known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
-            first = ledger.cleared if in_order else 0
-            self._restart(start, known, unknown=oldest != first)
-        else:
-            self._restart(start)
         after, ends, severed = seams(
             self._storage.indexes.marks,
             row_ids,
@@ -404,6 +394,15 @@ class EpisodeIndex:
             ledger.next_position,
             by_stream=ledger.by_stream,
         )
+        if self.key is None and length:
+            lanes, cleared = np.arange(old.lanes), ledger.cleared
+            if len(severed):  # any row may have cut the oldest episode
+                known, cleared = np.zeros((old.lanes, 3), np.int64), 0
+            else:
+                known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
+            self._restart(start, known, unknown=oldest != cleared)
+        else:
+            self._restart(start)
         self._ordered_from = ledger.next_position if len(severed) else 0
         if self.key is None:
             turn = min(length, slots - start)  # number of the first row that wraps to slot 0

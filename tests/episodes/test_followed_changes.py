@@ -58,10 +58,13 @@ def test_processes_agree_on_ids_after_rows_placed_by_hand() -> None:
     rb.storage.set([0], _rows(6, [0]))
     assert sorted(e.id for e in rb.episodes) == [2, 5, 6]
     assert [e.id for e in other.episodes] == [e.id for e in rb.episodes]
+
+
+def test_the_first_of_all_rows_begins_its_episode_whatever_is_placed_by_hand() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(8))
     rb.extend(_rows(0, [0, 0, 1, 0, 0]))
     rb.storage.set([3], _rows(5, [0]))
-    assert next(e.complete for e in rb.episodes)  # its first row is the first of all rows
+    assert next(e.complete for e in rb.episodes)
 
 
 def test_an_edit_follows_edits_of_rows_that_are_gone() -> None:

@@ -1,4 +1,4 @@
-// Drives csrc/rows.h and csrc/pool.h alone, to be built with sanitizers: gather, scatter, rings and
+// Drives csrc/rows.h and csrc/threads.h alone, to be built with sanitizers: gather, scatter, rings and
 // mapped rows of random tables against loops over bytes, and loops shared by threads, at the same
 // time and after a fork. Exits with 0 if all agree. `--break` gathers one row past the end, which
 // must end the program, `--race` writes from two threads without a lock, `--pool` runs the threads
