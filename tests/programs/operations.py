@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from replaykit import ReplayBuffer
-from tests.programs.batches import BatchCheck, flat_slots, index_of
+from tests.programs.batches import BatchCheck, can_sample, flat_slots, index_of
 from tests.programs.combinations import BATCH, STREAMS, Combination
 from tests.programs.model import Model, Pass, Values
 from tests.programs.rows import COLUMNS, check_rows, make_values, to_columns, to_tensordict
@@ -856,7 +856,7 @@ def check_copy(
     s.check_content(made, model, c)
     model.outdated = False  # a copy's first write computes only missing returns
     version = s.consumer_version
-    if s.handle is s.buffer and s.can_sample():
+    if s.handle is s.buffer and can_sample(c, model, version):
         batch = made.sample()
         check = BatchCheck(c, model, batch, version)
         check.check(BATCH, passes)
