@@ -382,9 +382,6 @@ class EpisodeIndex:
             row_ids = ledger.positions(order).numpy()
         oldest = ledger.next_position - length if row_ids is None else int(row_ids[0])
 
-        def heads(keys: Array | None, slot: Array, row_id: Array) -> Array:
-            return known_heads(old, noted, self._storage.indexes, self.rule, keys, slot, row_id)
-
         after, ends, severed = seams(
             self._storage.indexes.marks,
             row_ids,
@@ -394,12 +391,15 @@ class EpisodeIndex:
             ledger.next_position,
             by_stream=ledger.by_stream,
         )
+
+        def heads(keys: Array | None, slot: Array, row_id: Array) -> Array:
+            if len(severed):  # any row may have cut the first episodes
+                return np.zeros((len(row_id), 3), np.int64)
+            return known_heads(old, noted, self._storage.indexes, self.rule, keys, slot, row_id)
+
         if self.key is None and length:
-            lanes, cleared = np.arange(old.lanes), ledger.cleared
-            if len(severed):  # any row may have cut the oldest episode
-                known, cleared = np.zeros((old.lanes, 3), np.int64), 0
-            else:
-                known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
+            lanes, cleared = np.arange(old.lanes), 0 if len(severed) else ledger.cleared
+            known = heads(None, start * old.lanes + lanes, np.full(old.lanes, oldest))
             self._restart(start, known, unknown=oldest != cleared)
         else:
             self._restart(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
@@ -13,6 +14,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint import ReadOnce
 from replaykit.declared import Count
 from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Found
+from replaykit.errors import NoEpisodeColumns
 from replaykit.keywords import checked_keywords, named_after, one_of
 from replaykit.samplers.episode_measures import (
     Coverage,
@@ -175,8 +177,10 @@ class SliceSamplerWithoutReplacement(Sliced):
         # Rows of slices that were rolled back, as flat indices. Draws return their episodes next.
         self._returned: torch.Tensor | None = None
         self._index: EpisodeIndex | None = None
-        # The version of the index when the pass began; None if the pass was loaded.
+        # The version of the index when the pass began, or before the first write after its load;
+        # None if the pass was loaded, and no rows were written.
         self._version: int | None = None
+        # None if the pass was loaded.
         self._law: tuple[CountLaw, EpisodeMasses | None] | None = None
         self._length = 0
         self._rows = 0
@@ -233,11 +237,13 @@ class SliceSamplerWithoutReplacement(Sliced):
             or self._length != request.window.length
             or (
                 order.masses is not None and order.masses.tags.edited
-                if self._version is None
-                else (
-                    self._index is not request.episodes
-                    or self._version != request.episodes.version
-                    or self._law != (request.law, order.masses)
+                if self._law is None
+                else self._law != (request.law, order.masses)
+            )
+            or (
+                self._version is not None
+                and (
+                    self._index is not request.episodes or self._version != request.episodes.version
                 )
             )
         )
@@ -268,6 +274,15 @@ class SliceSamplerWithoutReplacement(Sliced):
         super().attach(storage)
         if self._version is not None and self._index is not None:
             self._forget()
+
+    def about_to_write(self) -> None:
+        """Let a loaded pass notice later writes of other processes."""
+        super().about_to_write()
+        loaded = self._version is None and not (self._remaining is self._returned is None)
+        if loaded and self.owner is not None:
+            with contextlib.suppress(NoEpisodeColumns):
+                self._index = self.episodes(self.owner.storage)
+                self._version = self._index.newest_version()
 
     def add(self, index: Any) -> None:
         self._forget()
@@ -338,11 +353,11 @@ class SliceSamplerWithoutReplacement(Sliced):
         index, version = self._index, self._version
         if version is None:
             return
-        masses = None if self._law is None else self._law[1]
+        law, weighed = self._law, self._weighed
         if (
             index is None
             or index.newest_version() != version
-            or (self._weighed is not None and not self._weighed.knows(masses))
+            or (law is not None and weighed is not None and not weighed.knows(law[1]))
         ):
             self._forget()
 
@@ -351,7 +366,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._remaining, self._returned = saved.left(), saved.rolled_back()
         self._episodes, self._length = saved.episodes, saved.length
         self._rows, self._ran_out, self._in_order = saved.rows, saved.ran_out, saved.in_order
-        self._index = self._version = None
+        self._index = self._version = self._law = None
         self._forgotten += 1
 
     def __repr__(self) -> str:

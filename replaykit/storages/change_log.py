@@ -159,7 +159,7 @@ class ChangeLog:
         self._named = 0  # cost of the runs: `_RUN_COST` for each, and the lengths of their arrays
         self._oldest = 0  # number of the oldest change that was not dropped
         self.removed = 0
-        """The number after the latest removal. Slots from before it may name other rows now."""
+        """The number after the latest removal or clear. Slots from before may name other rows."""
 
     # -- recording ------------------------------------------------------------------------------
 
@@ -189,6 +189,7 @@ class ChangeLog:
     def clear(self) -> None:
         """Record that no row is left."""
         self._record(ChangeKind.CLEAR)
+        self.removed = self.number
 
     def cut(self) -> None:
         """Record that streams are cut, or that cuts are removed."""

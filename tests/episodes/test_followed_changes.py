@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from replaykit import (
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
 from tests.storages.sharing import another
@@ -49,15 +51,33 @@ def test_processes_agree_on_ids_after_a_load(tmp_path: Path) -> None:
         assert [e.id for e in reader.episodes] == [e.id for e in writer.episodes]
 
 
-def test_processes_agree_on_ids_after_rows_placed_by_hand() -> None:
+@pytest.mark.parametrize("lane_key", [None, "env"])
+def test_processes_agree_on_ids_after_rows_placed_by_hand(lane_key: str | None) -> None:
     """The oldest episode in the order of the ring began before the stored rows."""
-    rb = ReplayBuffer(storage=LazyTensorStorage(4), shared=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, lane_key=lane_key), shared=True)
     rb.extend(_rows(0, [0] * 6))
     other = another(rb)
     assert [e.id for e in rb.episodes] == [0]
     rb.storage.set([0], _rows(6, [0]))
     assert sorted(e.id for e in rb.episodes) == [2, 5, 6]
     assert [e.id for e in other.episodes] == [e.id for e in rb.episodes]
+
+
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, SliceSamplerWithoutReplacement])
+def test_a_pass_ends_when_another_process_writes(sampler: Any, tmp_path: Path) -> None:
+    """A clear and as many new rows end a pass over rows; any write ends a loaded one of slices."""
+    slices = sampler is SliceSamplerWithoutReplacement
+    made = sampler(slice_len=1, shuffle=False) if slices else sampler(shuffle=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=made, batch_size=1, shared=True)
+    other = another(rb)
+    rb.extend(_rows(0, [1] * 4))
+    assert rb.sample()["x"] == 0
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    if not slices:
+        other.empty()
+    other.extend(_rows(4, [1] * 4))
+    assert [int(rb.sample()["x"]) for _ in range(2)] == [4, 5]
 
 
 def test_the_first_of_all_rows_begins_its_episode_whatever_is_placed_by_hand() -> None:
