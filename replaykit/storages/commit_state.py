@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from replaykit.recovery.recovery_folder import RecoveryFolder, Tables
 from replaykit.storages.ledger import Ledger
 
 if TYPE_CHECKING:
+    from replaykit.storages.episode_tags import EpisodeTags
     from replaykit.storages.recoverable import Recovery
     from replaykit.storages.tensors import LazyTensorStorage
 
@@ -60,6 +63,9 @@ class _List:
 
 
 _FIXED, _PER_SAMPLER, _PER_STREAM = 16, 3, 4
+_SHORT_LOG = 4096
+"""A log of tags may have this many numbers more than twice those of its first entry."""
+
 _MOVING = [0, 1, 2, 9]
 """The counters that writes at the cursor change."""
 
@@ -83,7 +89,7 @@ class CommittedState:
         begin, head: for the first episode of each lane, the place and the kind of its beginning.
         marks, codes: the cuts of streams.
         streams: four numbers for each interleaved stream.
-        tags: the result of ``EpisodeTags.packed``.
+        tags: the place of the tags, see ``write_tags``; empty without tags.
         more: count of the numbers that follow those of this object.
 
     Raises:
@@ -133,7 +139,7 @@ class CommittedState:
         *,
         priorities: list[CommittedPriorities],
         counts: list[int],
-        tags: Array | None = None,
+        tags: Sequence[int] | Array = (),
         more: int = 0,
     ) -> CommittedState:
         """Return the state of a ledger, episode indexes (``EpisodeIndexes.known``) and tags."""
@@ -157,7 +163,7 @@ class CommittedState:
             len(priorities),
             len(counts),
             more,
-            0 if tags is None else len(tags),
+            len(tags),
             *(0 for _ in range(_PER_SAMPLER * len(priorities) + len(counts))),
         ]
         lists = (
@@ -167,7 +173,7 @@ class CommittedState:
             marks,
             known["codes"],
             streams,
-            () if tags is None else tags,
+            tags,
         )
         state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
         state.set_parts(priorities, counts)
@@ -197,6 +203,13 @@ class CommittedState:
             at += _PER_SAMPLER
         for place, count in enumerate(counts, at):
             view[place] = count
+        return True
+
+    def set_tags(self, place: Sequence[int] | Array) -> bool:
+        """Set the place of the tags; return False if it has another length."""
+        if len(place) != len(self.tags):
+            return False
+        self.tags = place
         return True
 
     def episodes(self) -> dict[str, Any]:
@@ -254,6 +267,70 @@ class CommittedState:
         cuts = slice(self.starts[4], self.starts[6])
         same = np.array_equal(self.numbers[cuts], before.numbers[cuts])
         return fixed == known and same and np.array_equal(self.tags, before.tags)
+
+
+def write_tags(home: RecoveryFolder, tags: EpisodeTags, place: Sequence[int] | Array) -> list[int]:
+    """Append the changed tags to a log; return the place of all tags, for a state.
+
+    A place is the number of a log and the length of its entries. Two tables take turns to hold the
+    logs. The first entry of a log has all tags. Once the other entries need as much room, all tags
+    go into a new log, and the tables of both latest states are unchanged.
+
+    Args:
+        place: the committed place.
+
+    Cost: O(K log J) on average for K changed tags of J episodes.
+    """
+    if not tags.names:
+        return []
+    (number, used), changed = place if len(place) == 2 else (0, 0), tags.changed
+    entry = None
+    if used and changed is not None:
+        entry = tags.packed(changed)
+        whole = home.table(Tables.TAGS + number % 2, 1)[0]
+        if used + len(entry) > 2 * whole + _SHORT_LOG:
+            entry = None
+    if entry is None:
+        number, used, entry = number + 1, 0, tags.packed(None)
+    stop = used + 1 + len(entry)
+    cells = home.table(Tables.TAGS + number % 2, stop)
+    cells[used], cells[used + 1 : stop] = len(entry), entry
+    return [int(number), int(stop)]
+
+
+def read_tags(home: RecoveryFolder, tags: EpisodeTags, place: Array, known: Array | None) -> None:
+    """Set the tags of a state.
+
+    Args:
+        place: ``tags`` of the state.
+        known: ``tags`` of the state that ``tags`` has followed; None if there is none.
+
+    Raises:
+        ValueError: the table holds no tags.
+    """
+    if known is not None and np.array_equal(place, known):
+        return
+    if not len(place):
+        if tags.names:
+            tags.unpack(place, whole=True)
+        tags.committed()
+        return
+    number, stop = place.tolist()
+    at = 0
+    if known is not None and len(known) == 2 and known[0] == number and known[1] < stop:
+        at = int(known[1])
+    table = Tables.TAGS + number % 2
+    cells = home.table(table, stop)
+    while at < stop:
+        first, until = at + 1, at + 1 + int(cells[at])
+        try:
+            if not first < until <= stop:
+                raise ValueError(f"expected at most {stop - first} numbers, got {until - first}")
+            tags.unpack(cells[first:until], whole=not at)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            name = f"table {table} of {home.folder}"
+            raise ValueError(f"{name} holds no tags at number {at}: {error}") from None
+        at = until
 
 
 class PriorityKeeper(Protocol):

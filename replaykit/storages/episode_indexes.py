@@ -152,9 +152,9 @@ class EpisodeIndexes:
         return self._tags
 
     @property
-    def tag_number(self) -> int:
-        """A number that changes with each change of a tag."""
-        return self.tags.number if self._new_tags else self._tags.number
+    def present_tags(self) -> EpisodeTags:
+        """The values that are set already, which follow other processes."""
+        return self._tags
 
     def set_tags(self, elements: Array, values: Mapping[str, Any]) -> None:
         """Set checked tags of the episodes of stored rows, int64 ``[K]``.
@@ -165,11 +165,6 @@ class EpisodeIndexes:
         with contextlib.suppress(MemoryError):
             self._load_tags()
             self.loaded = loaded
-
-    def follow_tags(self, numbers: Array) -> None:
-        """Replace all tags by the committed ones; see ``EpisodeTags.unpack``."""
-        if len(numbers) or self._tags.names:
-            self._tags.unpack(numbers)
 
     def data(self, priorities: Callable[[], Array] | None = None) -> EpisodeData:
         """Return the stored episodes of the default rule as columns.

@@ -68,7 +68,8 @@ class EpisodeTags:
         self._ids = np.zeros(0, np.int64)
         self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
-        self._packed = 0, np.zeros(0, np.int64)  # the result of ``packed`` and its ``number``
+        # Arrays of ids whose tags changed since the last commit; None if all tags count as changed.
+        self._changed: list[Array] | None = None
         self._counted_at = -1  # the version of the index that `COUNTED` belongs to
 
     @property
@@ -81,14 +82,9 @@ class EpisodeTags:
         if name not in self._columns:
             raise KeyError(f"expected one of the tags {self.names}, got {name!r}")
         column = self._columns[name]
-        at = np.searchsorted(self._ids, ids)
-        if len(self._ids):
-            at = np.minimum(at, len(self._ids) - 1)
-            known = self._ids[at] == ids
-            if known.all():
-                return column[torch.from_numpy(at)]
-        else:
-            known = np.zeros(len(ids), bool)
+        at, known = self._find(ids)
+        if known.all():
+            return column[torch.from_numpy(at)]
         found = column.new_zeros(len(ids), *column.shape[1:])
         found[torch.from_numpy(known)] = column[torch.from_numpy(at[known])]
         return found
@@ -108,6 +104,8 @@ class EpisodeTags:
         # All columns exist before the first value changes.
         for column, tensor in [(self._column(name, t), t) for name, t in given.items()]:
             column.numpy()[at] = tensor.numpy()
+        if self._changed is not None:
+            self._changed.append(ids)
         self.number += 1
         self.edited = True
 
@@ -139,10 +137,7 @@ class EpisodeTags:
 
         The places are valid while ``layout`` stays the same.
         """
-        at = self._ids.searchsorted(ids)
-        known = np.zeros(len(ids), bool)
-        if len(self._ids):
-            known = self._ids[np.minimum(at, len(self._ids) - 1)] == ids
+        at, known = self._find(ids)
         if known.all():
             return at
         new = np.unique(ids[~known])
@@ -154,6 +149,18 @@ class EpisodeTags:
                 n: column[torch.from_numpy(kept)] for n, column in self._columns.items()
             }
             self._pruned = len(self._ids) + len(new)
+        self._insert(new)
+        return self._ids.searchsorted(ids)
+
+    def _find(self, ids: Array) -> tuple[Array, Array]:
+        """Return the places of ids, and which of them are known."""
+        if not len(self._ids):
+            return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
+        at = np.minimum(self._ids.searchsorted(ids), len(self._ids) - 1)
+        return at, self._ids[at] == ids
+
+    def _insert(self, new: Array) -> None:
+        """Add rising ids that are not known yet."""
         where = self._ids.searchsorted(new)
         self._ids = np.insert(self._ids, where, new)
         fresh = np.zeros(len(self._ids), bool)
@@ -163,7 +170,6 @@ class EpisodeTags:
             wider[torch.from_numpy(~fresh)] = column
             self._columns[name] = wider
         self.layout += 1
-        return self._ids.searchsorted(ids)
 
     def count_draws(self, at: Array, by: int) -> None:
         """Add a number to the draws at ``places``, for each time that a place occurs."""
@@ -198,7 +204,7 @@ class EpisodeTags:
     # -- state ----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "edited": False}
+        return {**self.__dict__, "edited": False, "_changed": None}
 
     def state(self, index: EpisodeIndex | None) -> dict[str, Any] | None:
         """Return the values of the stored episodes for a ``TagState``; None without values.
@@ -230,27 +236,43 @@ class EpisodeTags:
         self.number += 1
         self.layout += 1
         self.edited = False
+        self._changed = None
 
-    def packed(self) -> Array:
-        """Return the tags with the ids of the episodes as int64 numbers, for a commit.
+    @property
+    def uncommitted(self) -> bool:
+        """True if tags were set or loaded since ``committed``."""
+        return self._changed is None or bool(self._changed)
 
-        The result is empty without tags. Counts of draws are not part of it.
+    @property
+    def changed(self) -> Array | None:
+        """The ids whose tags were set since ``committed``; None if all tags count as changed."""
+        return None if self._changed is None else np.unique(np.concatenate(self._changed))
+
+    def committed(self) -> None:
+        """Record that all tags are committed."""
+        self._changed = []
+
+    def packed(self, ids: Array | None) -> Array:
+        """Return the tags of episodes, and the ids, as int64 numbers for a commit.
+
+        Counts of draws are not part of them. Without ``ids``, the result has all episodes.
         """
-        if self._packed[0] == self.number:
-            return self._packed[1]
-        columns = {name: self._columns[name] for name in self.names}
+        ids = self._ids if ids is None else ids[self._find(ids)[1]]
+        columns = {name: self.get(name, ids) for name in self.names}
         kinds = [[name, dtype_name(c.dtype), list(c.shape[1:])] for name, c in columns.items()]
-        header = json.dumps([len(self._ids), kinds]).encode()
-        parts = [np.frombuffer(header, np.uint8), self._ids.view(np.uint8)]
+        header = json.dumps([len(ids), kinds]).encode()
+        parts = [np.frombuffer(header, np.uint8), ids.view(np.uint8)]
         parts += [c.contiguous().view(-1).view(torch.uint8).numpy() for c in columns.values()]
         lengths = np.array([len(part) for part in parts], np.int64)
         data = np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts])
-        found = np.concatenate([[len(parts)], lengths, data.view(np.int64)]) if kinds else data[:0]
-        self._packed = self.number, found.astype(np.int64, copy=False)
-        return self._packed[1]
+        return np.concatenate([[len(parts)], lengths, data.view(np.int64)])
 
-    def unpack(self, numbers: Array) -> None:
-        """Replace all tags by those of ``packed``, which may come from another process.
+    def unpack(self, numbers: Array, *, whole: bool) -> None:
+        """Set the tags of ``packed``, which may come from another process.
+
+        Args:
+            numbers: a result of ``packed``; empty if there are no tags.
+            whole: remove all other tags. They are all committed then.
 
         Raises:
             ValueError: the numbers are not those of tags.
@@ -269,18 +291,18 @@ class EpisodeTags:
             ids = ids.view(np.int64)
             if len(ids) != rows or len(kinds) != len(parts):
                 raise ValueError(f"expected tags {kinds} of {rows} episodes, got {len(ids)}")
-        every = np.union1d(self._ids, ids)
-        at, kept = np.searchsorted(every, ids), {DRAWS, COUNTED} & self._columns.keys()
-        columns = {name: self.get(name, every) for name in kept}
+        if whole:
+            self._columns = {n: c for n, c in self._columns.items() if n in (DRAWS, COUNTED)}
+            self._changed = []
+        known = self._find(ids)[1]
+        if not known.all():
+            self._insert(np.unique(ids[~known]))
+        at = torch.from_numpy(np.searchsorted(self._ids, ids))
         for (name, dtype, shape), part in zip(kinds, parts, strict=True):
             values = torch.from_numpy(part).view(getattr(torch, dtype)).view(len(ids), *shape)
-            columns[name] = values.new_zeros(len(every), *shape)
-            columns[name][torch.from_numpy(at)] = values
-        self._ids, self._columns = every, columns
+            self._column(name, values)[at] = values
         self.number += 1
-        self.layout += 1
         self.edited = True
-        self._packed = self.number, numbers.copy()
 
 
 class EpisodeData:

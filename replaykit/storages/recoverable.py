@@ -26,6 +26,7 @@ from replaykit.storages.commit_state import (
     insert_part,
     set_alone,
     still_there,
+    write_tags,
 )
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.row_files import rows_as_bytes
@@ -86,7 +87,8 @@ class Recovery:
         self._counts: list[int] = []
         # The state that has the numbers of all parts.
         self._settled: CommittedState | None = None
-        self._tag_number = 0
+        # The committed place of the tags; see `write_tags`.
+        self._tags_at: Any = ()
         # Numbers that follow the committed state; see `hand_over`.
         self._more: tuple[int, ...] = ()
         # The targets of the journal with the rows, by the path of a leaf, or None for the records.
@@ -145,7 +147,7 @@ class Recovery:
         self.state, self._state_at = state, (ledger.next_position, ledger.cleared)
         self.seen, self._restarted = ledger.log.number, restarted
         self._counts = self._write_counts()
-        self._tag_number = self.storage.indexes.tag_number
+        self._tags_at = state.tags.copy()
 
     @property
     def writable(self) -> bool:
@@ -295,9 +297,10 @@ class Recovery:
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        number, tagged, priorities = ledger.log.number, indexes.tag_number, []
+        number, tags, tags_at = ledger.log.number, indexes.tags, self._tags_at
+        priorities, tagged = [], tags.uncommitted
         written, same = seen != number, counts == self._counts
-        changed = written or self._table_changed or tagged != self._tag_number
+        changed = written or self._table_changed or tagged
         for column in self.samplers:
             sampler = column.sampler()
             if sampler is None:
@@ -311,16 +314,18 @@ class Recovery:
             if written and self.sharing is not None:
                 self.sharing.log_rows(storage, seen)
             state = self.state
+            if tagged:
+                tags_at = write_tags(self.home, tags, tags_at)
             whole = (
                 seen < 0
                 or self._restarted
                 or state is None
-                or tagged != self._tag_number
+                or (tagged and not state.set_tags(tags_at))
                 or (written and not self._advanced(storage, state, seen))
                 or not ((same and state is self._settled) or state.set_parts(priorities, counts))
             )
             if whole:
-                state = self._whole_state(storage, priorities, counts)
+                state = self._whole_state(storage, priorities, counts, tags_at)
             assert state is not None
             self.state = self._settled = state
             self._restarted = False
@@ -331,7 +336,9 @@ class Recovery:
             for place, column in enumerate(self.samplers):
                 column.counts, column.written, column.whole = priorities[place], False, False
         self.seen, self._counts, self._table_changed = number, counts, False
-        self._tag_number = tagged
+        if tagged:
+            self._tags_at = tags_at
+            tags.committed()
 
     @staticmethod
     def _advanced(storage: LazyTensorStorage, state: CommittedState, seen: int) -> bool:
@@ -348,6 +355,7 @@ class Recovery:
         storage: LazyTensorStorage,
         priorities: list[CommittedPriorities],
         counts: list[int],
+        tags_at: Any,
     ) -> CommittedState:
         ledger, saved = storage.ledger, self._still_saved()
         if saved is not None:  # keeps the entries of parts that are not attached yet
@@ -358,7 +366,7 @@ class Recovery:
             storage.indexes.known() if ledger.length else None,
             priorities=priorities,
             counts=counts,
-            tags=storage.indexes.tags.packed(),
+            tags=tags_at,
             more=2 if self.shared else len(self._more),
         )
 

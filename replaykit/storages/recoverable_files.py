@@ -13,7 +13,7 @@ from replaykit.recovery.recovery_folder import Tables, check_file, give_up_rows
 from replaykit.schema import Schema
 from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import CommittedState
+from replaykit.storages.commit_state import CommittedState, read_tags
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_memory import DedupJournal
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -284,11 +284,13 @@ def _restore(
             }
         )
         episodes = EpisodeIndexes.check(state.episodes())
+        if len(state.tags) == 2:
+            home.check_table(Tables.TAGS + int(state.tags[0]) % 2, int(state.tags[1]))
+        own.follow(*state.ledger(), moved=True, removed=True)
+        storage.indexes.restore(episodes, own, None)
+        read_tags(home, storage.indexes.present_tags, state.tags, None)
     except (ValueError, IndexError) as error:
         raise CheckpointError(f"{home.folder} contradicts itself: {error}") from None
-    own.follow(*state.ledger(), moved=True, removed=True)
-    storage.indexes.restore(episodes, own, None)
-    storage.indexes.follow_tags(state.tags)
     recovery.in_state(state, restarted=True)
 
 

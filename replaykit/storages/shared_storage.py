@@ -40,7 +40,7 @@ from replaykit.recovery.recovery_folder import (
 )
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import CommittedState
+from replaykit.storages.commit_state import CommittedState, read_tags
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.recoverable import Recovery
@@ -377,8 +377,12 @@ class Sharing:
         )
         if changed or before is None or not state.only_moved(before):
             indexes.follow(state.marks, state.codes, reset=reset)
-        if before is None or not np.array_equal(state.tags, before.tags):
-            indexes.follow_tags(state.tags)
+        read_tags(
+            self.home,
+            indexes.present_tags,
+            state.tags,
+            None if reset or before is None else before.tags,
+        )
         indexes.heads_from = self._heads
         self._logged_at(rows_logged, logged)
         self._follow_counts(state)

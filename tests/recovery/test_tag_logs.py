@@ -1,0 +1,116 @@
+"""Committed tags of episodes: what a commit costs, and what a restart and other processes read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit.errors import CheckpointError
+from tests.storages.sharing import another
+
+EPISODES = 150
+
+
+def _rows(count: int) -> TensorDict:
+    """Return episodes of one row."""
+    return TensorDict({"next": {"done": torch.ones(count, dtype=torch.bool)}}, [count])
+
+
+def _opened(folder: Path) -> ReplayBuffer:
+    storage = LazyMemmapStorage(EPISODES, scratch_dir=folder, recover=True)
+    return ReplayBuffer(storage=storage, batch_size=2)
+
+
+def _shown(rb: ReplayBuffer) -> dict[str, Any]:
+    with rb.storage.lock:
+        data = rb.storage.indexes.data()
+        return {name: data[name].tolist() for name in rb.storage.indexes.tags.names}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tags_of_many_commits_are_read_again(shared: bool, tmp_path: Path) -> None:
+    """The log of changed tags is replaced several times, and tags get more names."""
+    draw = random.Random(0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(EPISODES), shared=True) if shared else None
+    rb = _opened(tmp_path) if rb is None else rb
+    reader = another(rb) if shared else None
+    rb.extend(_rows(EPISODES))
+    wanted: dict[str, list[int]] = {}
+    for step in range(1500):
+        name = draw.choice("abc"[: 1 + step // 500])
+        at = draw.randrange(EPISODES)
+        rb.tag(torch.tensor([at]), {name: step})
+        wanted.setdefault(name, [0] * EPISODES)[at] = step
+        if draw.random() < 0.004:
+            if reader is not None:
+                assert _shown(reader) == wanted
+                rb, reader = reader, rb
+                continue
+            rb.storage.close()
+            rb = _opened(tmp_path)
+            assert _shown(rb) == wanted
+    assert _shown(rb if reader is None else reader) == wanted
+    assert all(file.stat().st_size <= 1 << 16 for file in tmp_path.rglob("table-*.bin"))
+
+
+def test_tags_that_a_load_replaces_are_read_again(tmp_path: Path) -> None:
+    rb = _opened(tmp_path / "rows")
+    rb.extend(_rows(4))
+    rb.tag(torch.arange(4), {"a": torch.arange(4)})
+    rb.dumps(tmp_path / "save")
+    rb.tag(torch.arange(4), {"a": 9, "b": 1})
+    rb.loads(tmp_path / "save")
+    rb.storage.close()
+    rb = _opened(tmp_path / "rows")
+    assert _shown(rb) == {"a": [0, 1, 2, 3]}
+    rb.empty()
+    rb.extend(_rows(2))
+    rb.storage.close()
+    assert not any(_shown(_opened(tmp_path / "rows"))["a"])
+
+
+def test_a_commit_writes_the_changed_tags_alone(tmp_path: Path) -> None:
+    """Neither the state of a commit nor the log grows with the tagged episodes."""
+    rb = _opened(tmp_path)
+    rb.extend(_rows(EPISODES))
+    rb.tag(torch.arange(EPISODES), {"a": torch.zeros(EPISODES, 40)})
+    logs = [*tmp_path.rglob("table-*.bin")]
+    before = [file.read_bytes() for file in logs]
+    for at in range(5):
+        rb.tag(torch.tensor([at]), {"a": torch.ones(1, 40)})
+        rb.extend(_rows(1))
+    assert {file.stat().st_size for file in tmp_path.rglob("state-*.bin")} == {4096}
+    changed = sum(
+        one != two
+        for file, old in zip(logs, before, strict=True)
+        for one, two in zip(file.read_bytes(), old, strict=False)
+    )
+    assert 5 * 40 < changed < 5 * 8 * 60
+
+
+def test_damaged_tags_are_refused_by_name(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rb = _opened(tmp_path)
+    rb.extend(_rows(4))
+    for step in range(3):
+        rb.tag(torch.tensor([step]), {"a": step})
+    rb.storage.close()
+    (log,) = tmp_path.rglob("table-404-*.bin")
+    whole, refused = log.read_bytes(), 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole.rstrip(b"\0")))] = draw.randrange(256)
+        log.write_bytes(damaged)
+        try:
+            _opened(tmp_path).storage.close()
+        except CheckpointError as error:
+            refused += "table 404" in str(error)
+    assert refused > 20
+    log.write_bytes(whole)
+    assert _shown(_opened(tmp_path)) == {"a": [0, 1, 2, 0]}
