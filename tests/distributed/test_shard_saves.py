@@ -107,7 +107,7 @@ def test_unfitting_state_changes_nothing(sharded: Any) -> None:
 @pytest.mark.parametrize("how", ["files", "state"])
 def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path, how: str) -> None:
     """Threads write batches over all shards while saves go on."""
-    rb, stop, written, loads = sharded(3, 10_000), threading.Event(), [0, 0, 0], []
+    rb, stop, written, loads = sharded(3, 300_000), threading.Event(), [0, 0, 0], []
 
     def write(which: int) -> None:
         client = rb.client()
@@ -129,7 +129,7 @@ def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path
             stop.set()
     sizes = []
     for load in loads:
-        other = sharded(3, 20_000)
+        other = sharded(3, 300_000)
         load(other)
         if len(other):
             found, size = np.unique(other[:]["x"].numpy(), return_counts=True)
