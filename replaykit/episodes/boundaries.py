@@ -276,12 +276,12 @@ class CutMarks:
 
     def add(self, numbers: np.ndarray[Any, Any], code: int, lowest: int) -> None:
         """Add marks, and drop marks below ``lowest``, whose rows are not stored."""
-        kept = self.numbers >= lowest
-        fresh = numbers[~np.isin(numbers, self.numbers[kept])]
-        numbers = np.concatenate([self.numbers[kept], fresh])
-        codes = np.concatenate([self.codes[kept], np.full(len(fresh), code, np.uint8)])
-        order = np.argsort(numbers, kind="stable")
-        self.numbers, self.codes = numbers[order], codes[order]
+        start = int(self.numbers.searchsorted(lowest))
+        known, codes, fresh = self.numbers[start:], self.codes[start:], np.sort(numbers)
+        at = known.searchsorted(fresh)
+        new = np.append(known, -1)[at] != fresh
+        self.numbers = np.insert(known, at[new], fresh[new])
+        self.codes = np.insert(codes, at[new], code)
 
     def remove(self, numbers: np.ndarray[Any, Any], code: int) -> bool:
         """Drop the rows' marks that have this code. Return whether a mark was dropped."""
