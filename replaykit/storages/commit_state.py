@@ -272,18 +272,19 @@ class CommittedState:
 def write_tags(home: RecoveryFolder, tags: EpisodeTags, place: Sequence[int] | Array) -> list[int]:
     """Append the changed tags to a log; return the place of all tags, for a state.
 
-    A place is the number of a log and the length of its entries. Two tables take turns to hold the
-    logs. The first entry of a log has all tags. Once the other entries need as much room, all tags
-    go into a new log, and the tables of both latest states are unchanged.
+    A place is the number of a log and the length of its entries, 0 without tags. Two tables take
+    turns to hold the logs. The first entry of a log has all tags. Once the other entries need as
+    much room, all tags go into a new log, and the tables of both latest states are unchanged.
 
     Args:
         place: the committed place.
 
     Cost: O(K log J) on average for K changed tags of J episodes.
     """
+    number, used = map(int, place) if len(place) else (0, 0)
     if not tags.names:
-        return []
-    (number, used), changed = place if len(place) == 2 else (0, 0), tags.changed
+        return [number, 0] if number else []  # other processes know the log of this number
+    changed = tags.changed
     entry = None
     if used and changed is not None:
         entry = tags.packed(changed)
@@ -295,7 +296,7 @@ def write_tags(home: RecoveryFolder, tags: EpisodeTags, place: Sequence[int] | A
     stop = used + 1 + len(entry)
     cells = home.table(Tables.TAGS + number % 2, stop)
     cells[used], cells[used + 1 : stop] = len(entry), entry
-    return [int(number), int(stop)]
+    return [number, stop]
 
 
 def read_tags(home: RecoveryFolder, tags: EpisodeTags, place: Array, known: Array | None) -> None:
@@ -310,14 +311,14 @@ def read_tags(home: RecoveryFolder, tags: EpisodeTags, place: Array, known: Arra
     """
     if known is not None and np.array_equal(place, known):
         return
-    if not len(place):
+    number, stop = place.tolist() if len(place) else (0, 0)
+    if not stop:
         if tags.names:
-            tags.unpack(place, whole=True)
+            tags.unpack(place[:0], whole=True)
         tags.committed()
         return
-    number, stop = place.tolist()
     at = 0
-    if known is not None and len(known) == 2 and known[0] == number and known[1] < stop:
+    if known is not None and len(known) and known[0] == number and known[1] < stop:
         at = int(known[1])
     table = Tables.TAGS + number % 2
     cells = home.table(table, stop)

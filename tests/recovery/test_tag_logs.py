@@ -75,6 +75,17 @@ def test_tags_that_a_load_replaces_are_read_again(tmp_path: Path) -> None:
     assert not any(_shown(_opened(tmp_path / "rows"))["a"])
 
 
+def test_processes_follow_tags_that_a_load_removes(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), shared=True)
+    reader = another(rb)
+    rb.extend(_rows(4))
+    rb.dumps(tmp_path)
+    for value in range(1, 4):
+        rb.tag(torch.arange(value), {"a": value})
+        assert _shown(reader) == {"a": [value] * value + [0] * (4 - value)}
+        rb.loads(tmp_path)
+
+
 def test_a_commit_writes_the_changed_tags_alone(tmp_path: Path) -> None:
     """Neither the state of a commit nor the log grows with the tagged episodes."""
     rb = _opened(tmp_path)
