@@ -415,10 +415,17 @@ class ColumnStorage(ColumnReads):
             elements: the rows, as ``slot * lanes + lane``, int64 ``[K]`` on the CPU; None for all.
             leaves: the new values by path, ``[K, *F]`` or, for all rows, ``[length, *lanes, *F]``.
         """
-        if not leaves:
-            return
         columns, length, slots = self.require(), self.ledger.length, None
         columns.check_writable()
+        bounding = [] if elements is None else self.indexes.bounding(leaves)
+        if elements is not None and bounding:
+            # If the rows keep their ends, no index has to read all rows again.
+            old = columns.gather_keys(bounding, elements)
+            new = {path: carried(leaves[path]).to(columns.device) for path in bounding}
+            kept = {path for path in bounding if torch.equal(carried(old[path]), new[path])}
+            leaves = {path: leaf for path, leaf in leaves.items() if path not in kept}
+        if not leaves:
+            return
         self.indexes.before_edit(leaves)
         if elements is not None:
             slots = elements.numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -304,6 +304,11 @@ class EpisodeIndexes:
             self._main = self._made(_DEFAULT)
         self.loaded, self.seen = False, self.storage.ledger.log.number
         self._load_tags()
+
+    def bounding(self, paths: Iterable[Path]) -> list[Path]:
+        """Return those of the paths whose values bound the episodes of an index in use."""
+        bounds: set[Path] = set().union(*(index.bound.paths for index in self._live()))
+        return [path for path in paths if path in bounds]
 
     def before_edit(self, paths: Collection[Path]) -> None:
         """Find the episodes that loaded state names, before an edit of columns moves their ends.

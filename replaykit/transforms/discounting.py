@@ -402,7 +402,7 @@ class ReturnToGo(Transform):
             return
         index, ledger = storage.episodes, storage.ledger
         seen = self._seen.get(storage)
-        outdated = _is_outdated(storage, index, None if seen is None else seen[0])
+        outdated = self._is_outdated(storage, index, None if seen is None else seen[0])
         whole = seen is None or outdated
         slots = np.arange(ledger.length) if whole else np.unique(ledger.written_since(seen)[1])
         ended = index.ended_among(slots)
@@ -423,6 +423,30 @@ class ReturnToGo(Transform):
             valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
             storage.put(element, {self.key: returns, _VALID: valid})
         self._seen[storage] = ledger.place_in_log
+
+    def _is_outdated(self, storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
+        """Return whether rows have moved, changed or may end other episodes, since ``seen``.
+
+        Without ``seen``, only changes since the last load count, because loaded rows have returns.
+        """
+        changes = storage.ledger.log.since(seen or 0)
+        if changes is None:
+            return seen is not None
+        moves, outdated, edited = {ChangeKind.MOVE}, False, set[Path]()
+        if not storage.ledger.by_stream:  # else writes have placed rows
+            moves.add(ChangeKind.PLACE)
+        for kind, _, columns in changes:
+            if kind in moves:
+                outdated, edited = seen is not None or kind is not ChangeKind.MOVE, set()
+            elif kind is ChangeKind.EDIT:
+                outdated |= columns is None
+                edited |= columns or set()
+        # An edit of whole rows, which other processes see column by column, resets their returns.
+        return (
+            outdated
+            or not edited.isdisjoint(index.bound.paths)
+            or edited >= {self.reward, self.key}
+        )
 
     def resized(self, storage: Storage) -> None:
         """Keep the returns of stored rows, which have moved in a storage of another capacity."""
@@ -590,25 +614,6 @@ class ReturnToGo(Transform):
 
     def __repr__(self) -> str:
         return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
-
-
-def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
-    """Return whether stored rows have moved, or may end other episodes, since ``seen``.
-
-    Without ``seen``, only changes since the last load count, because loaded rows have returns.
-    """
-    changes = storage.ledger.log.since(seen or 0)
-    if changes is None:
-        return seen is not None
-    moves, outdated, paths = {ChangeKind.MOVE}, False, index.bound.paths
-    if not storage.ledger.by_stream:  # else writes have placed rows
-        moves.add(ChangeKind.PLACE)
-    for kind, _, columns in changes:
-        if kind in moves:
-            outdated = seen is not None or kind is not ChangeKind.MOVE
-        elif kind is ChangeKind.EDIT:
-            outdated |= columns is None or not columns.isdisjoint(paths)
-    return outdated
 
 
 def _any(flag: torch.Tensor) -> Array:

@@ -87,6 +87,21 @@ def test_the_first_of_all_rows_begins_its_episode_whatever_is_placed_by_hand() -
     assert next(e.complete for e in rb.episodes)
 
 
+@pytest.mark.parametrize("lane_key", [None, "env"])
+def test_an_edit_that_keeps_the_ends_reads_no_rows_again(lane_key: str | None) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, lane_key=lane_key), shared=True)
+    other = another(rb)
+    rb.extend(_rows(0, [0, 0, 1, 0, 0, 0]))
+    assert _episodes(rb) == _episodes(other)
+    known = [buffer.storage.episodes for buffer in (rb, other)]
+    rebuilt = [index.rebuilt for index in known]
+    rb[1:3] = _rows(11, [0, 1])
+    assert _episodes(rb) == _episodes(other) == [[0, 11, 12], [3, 4, 5]]
+    assert [index.rebuilt for index in known] == rebuilt
+    rb[1] = _rows(21, [1])[0]
+    assert _episodes(rb) == _episodes(other) == [[0, 21], [3, 4, 5], [12]]
+
+
 def test_an_edit_follows_edits_of_rows_that_are_gone() -> None:
     """Another process ends an episode and overwrites that end, before this process edits a row."""
     storage = LazyTensorStorage(3, lane_key="env")
