@@ -251,10 +251,10 @@ class WeighedEpisodes:
             known is None
             or known.index is not index
             or known.law != law
-            or self._as_of != (version, known.tags.number)
+            or self._as_of != (version, self._tagged(known.tags))
         ):
             known = self._known = self._new(index, law, self._tags(storage, index))
-            self._as_of = version, known.tags.number
+            self._as_of = version, self._tagged(known.tags)
         known.follow()
         return known
 
@@ -266,7 +266,15 @@ class WeighedEpisodes:
 
     def knows(self, masses: EpisodeMasses | None) -> bool:
         """Return whether these are the newest masses, and no tag has changed since."""
-        return masses is not None and self._known is masses and self._as_of[1] == masses.tags.number
+        return (
+            masses is not None
+            and self._known is masses
+            and self._as_of[1] == self._tagged(masses.tags)
+        )
+
+    def _tagged(self, tags: EpisodeTags) -> int:
+        """Return a number that changes with the tags that the masses depend on."""
+        return 0 if self.where is None else tags.number
 
     def forget(self) -> None:
         """Forget the masses, since the storage or its state is another one."""
