@@ -283,7 +283,7 @@ class EpisodeIndex:
             slots = np.concatenate([stay[~np.isin(stay, slots)], now])
             going_on = {keys[i] for i in np.flatnonzero(pool.per_lane()[2, lanes])}
             pool.drop_oldest(keys, sizes, forget=True)
-            row_ids = self._row_ids(slots)
+            row_ids = self.row_ids(slots)
             order = row_ids.argsort()
             slots, row_ids = slots[order], row_ids[order]
             at = torch.from_numpy(slots)
@@ -301,7 +301,7 @@ class EpisodeIndex:
         """Index the newest ``behind`` rows, which another process wrote by stream."""
         ledger = self._storage.ledger
         slots = np.unique(ledger.written_since(self._place)[1])
-        row_ids = self._row_ids(slots)
+        row_ids = self.row_ids(slots)
         order = np.argsort(row_ids)[np.count_nonzero(row_ids < self._noted) :]
         if len(order) != behind:  # rows were overwritten before they were indexed
             self._rebuild()
@@ -520,7 +520,7 @@ class EpisodeIndex:
         slots = streams.late_begins() if kept is None else kept.numpy()
         if not len(slots):  # without the numbers of lanes, which cost O(lanes)
             return {"oldest": -1, "begin": [], "head": [], "streams": []}
-        row_id, lane = self._row_ids(slots), streams.place(slots)[1]
+        row_id, lane = self.row_ids(slots), streams.place(slots)[1]
         order = np.lexsort((row_id, lane))
         first = order[np.flatnonzero(np.diff(lane[order], prepend=-1))]
         rows = heads_to_save(streams, slots[first], row_id[first])
@@ -550,7 +550,7 @@ class EpisodeIndex:
         At least one row must be stored.
         """
         lane = np.arange(self.lanes)
-        return int(self._row_ids(self.element(self.bounds(lane)[0], lane)).min())
+        return int(self.row_ids(self.element(self.bounds(lane)[0], lane)).min())
 
     def keys(self, lanes: Array) -> list[Any]:
         """Return the keys (``stream_keys``) of lanes, given by number or as bool ``[lanes]``."""
@@ -558,7 +558,8 @@ class EpisodeIndex:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _row_ids(self, element: Array) -> Array:
+    def row_ids(self, element: Array) -> Array:
+        """Return the row ids of stored elements."""
         slots = element // self.lanes if self.key is None else element
         return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
@@ -647,7 +648,7 @@ class EpisodeIndex:
         if self.key is None and self._storage.ledger.in_order:
             return time + (self._storage.ledger.next_position - self._streams.hi)
         stored = np.maximum(time, self.bounds(lane)[0])
-        found = self._row_ids(self.element(stored, lane))
+        found = self.row_ids(self.element(stored, lane))
         if self.key is None:
             return found - (stored - time)
         begin = self.begins(stored, lane)

@@ -182,6 +182,7 @@ class PriorityMasses(EpisodeMasses):
             self._set(np.arange(len(self.data)))
         elif changed:
             at = np.concatenate([part.cpu().numpy() for part in changed])
+            at = at[at < self._table.length]
             number = self.numbers_at(*self.index.time_and_lane(at))
             self._set(np.unique(number[self._holder[number] == at]))
 

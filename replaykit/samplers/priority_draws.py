@@ -17,6 +17,8 @@ from replaykit.storages.episode_tags import EpisodeData
 
 Array = np.ndarray[Any, Any]
 
+_NOTHING = np.empty(0, np.int64)
+
 _MANY = 2
 """If at least one in this many rows needs a check, all rows are checked."""
 
@@ -33,6 +35,9 @@ class _Seen(NamedTuple):
     lo: Array
     hi: Array
     chosen: EpisodeMasses | None
+    until: int
+    """Row id of the next row that was written."""
+    truncations: int
     opened: Array
     """First stored row of the lane's open episode at that update; ``hi`` if none was open.
 
@@ -51,8 +56,12 @@ class EligiblePriorities:
     Only draws update the tree; writes and priority updates do not. An update checks four kinds of
     rows: rows written since the last update, rows that could not be starts because later rows were
     missing, rows at the oldest end, and rows whose priorities were set. It checks all rows if the
-    law, index or exponent has changed, or streams were added or removed. With a predicate it also
-    checks the rows of episodes for which the predicate has changed.
+    law, index or exponent has changed. With a predicate it also checks the rows of episodes for
+    which the predicate has changed.
+
+    In interleaved streams, windows that lie in their episode with all rows depend on no oldest end.
+    The update then looks at no stream without new rows. For other windows of interleaved streams,
+    it checks all rows if streams were added, or if rows were removed.
 
     Cost: O(changed * log N) for an update, or O(N) if it checks all rows. With a predicate also
     O(J log J) for J episodes after a write.
@@ -88,19 +97,23 @@ class EligiblePriorities:
             and seen is not None
             and seen.episodes is index
             and seen.rebuilt == index.rebuilt
-            and seen.numbering == index.numbering
             and seen.law == law
             and (seen.chosen is None) == (chosen is None)
         )
+        by_row = index.key is not None and chosen is None and law == CountLaw.strict(law.least)
+        if known and seen is not None and not by_row:
+            known = (seen.numbering, seen.truncations) == (index.numbering, table.truncations)
         same = known and seen is not None and seen.chosen is chosen
         if same and not changed and seen is not None and seen.version == index.version:
             assert self._sums is not None
             return self._sums
         self._seen = None  # after an interrupt, all rows are checked again
-        lane = np.arange(index.lanes)
-        lo, hi = (np.full(index.lanes, bound) for bound in index.bounds(lane))
+        lane = np.arange(0 if by_row else index.lanes)
+        lo, hi = (np.full(len(lane), bound) for bound in index.bounds(lane))
         rows = None
-        if known and seen is not None:
+        if by_row and known and seen is not None and changed is not None:
+            rows = _set_or_new(seen, index, changed, table.length)
+        elif known and seen is not None:
             rows = _stale(seen, index, lo, hi, lane)
             if rows is not None and chosen is not None and seen.chosen is not None and not same:
                 time, of_lane = _switched(seen.chosen, chosen)
@@ -121,6 +134,8 @@ class EligiblePriorities:
             lo,
             hi,
             chosen,
+            index.indexed_until,
+            table.truncations,
             opened,
         )
         return sums
@@ -196,8 +211,7 @@ def _stale(
     None means that these rows are many.
     """
     if seen.version == index.version:
-        nothing = np.empty(0, np.int64)
-        return nothing, nothing
+        return _NOTHING, _NOTHING
     if len(seen.hi) != len(hi) or not (hi > lo).all():
         return None
     law = seen.law
@@ -224,6 +238,31 @@ def _stale(
     if int(count.sum()) * _MANY > int((hi - lo).sum()):
         return None
     return _ranges(np.concatenate([lo, first]), np.concatenate([until, hi]), np.tile(lane, 2))
+
+
+def _set_or_new(
+    seen: _Seen, index: EpisodeIndex, changed: list[torch.Tensor], count: int
+) -> tuple[Array, Array] | None:
+    """Return times and lanes of rows whose slots have got priorities, and of rows before new ones.
+
+    The new rows may complete windows of the rows before them. None means that these rows are many.
+    """
+    if seen.version == index.version:
+        return _NOTHING, _NOTHING
+    element = np.unique(np.concatenate([*(part.cpu().numpy() for part in changed), _NOTHING]))
+    element = element[element < count]
+    time, lane = index.time_and_lane(element)
+    order = np.lexsort((time, lane))
+    time, lane = time[order], lane[order]
+    is_new = index.row_ids(element[order]) >= seen.until
+    first = np.maximum(time + 1 - seen.law.least, index.streams(time, lane)[0])
+    start = np.where(is_new, first, time)
+    # A new row's range has no rows of that of a new row before it.
+    follows = np.append(False, (lane[1:] == lane[:-1]) & is_new[:-1])[: len(lane)]
+    start[follows] = np.maximum(start, np.append(0, time[:-1] + 1)[: len(time)])[follows]
+    if int((time + 1 - start).sum()) * _MANY > count:
+        return None
+    return _ranges(start, time + 1, lane)
 
 
 def _opened(index: EpisodeIndex, lo: Array, hi: Array, lane: Array) -> Array:

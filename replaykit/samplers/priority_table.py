@@ -85,6 +85,7 @@ class PriorityTable:
         self._models = _outputs(0, law.dtype)
         self._same: tuple[tuple[float, int], torch.Tensor] | None = None
         self.log = ChangeLog(1)
+        self.truncations = 0  # number of calls of ``truncate`` that forgot rows
         self.column: PriorityColumn | None = None
         self.inherit: Callable[[Storage, Array, Lost | None], None] | None = None
         self.restart()
@@ -441,7 +442,8 @@ class PriorityTable:
         self._saved.wrote(length, count)
         self._raw[length : self.length] = -1.0
         self.length = length
-        self.log.edit(None)
+        self.truncations += 1
+        self.log.edit(np.arange(length, length + count) if count <= length else None)
         self._sums.update_range(length, 0.0, count)
         if self._least is not None:
             self._least.update_range(length, float("inf"), count)
@@ -705,6 +707,7 @@ class PriorityTable:
         self.__dict__.update(state)
         self._models, self._same = _outputs(0, self.law.dtype), None
         self.log, self.column, self.inherit = ChangeLog(1), None, None
+        self.truncations = 0
         self.restart()
         self._seen = seen
         if len(raw):
