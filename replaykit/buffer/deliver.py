@@ -28,7 +28,6 @@ from replaykit.buffer.draw import (
     queue_of,
     rewind,
     size_of,
-    undo_outdated,
 )
 from replaykit.buffer.prefetch import AheadBatch, Draw, DrawnBatch, Outdated, Prefetcher
 from replaykit.buffer.row_context import apply_all
@@ -272,26 +271,22 @@ def next_ahead(buffer: ReplayBuffer, queue: Prefetcher) -> AheadBatch:
     while True:
         batch = draw_queue(buffer, queue, take=True)
         assert batch is not None
-        if batch.error is None:
-            try:
-                batch.wait(buffer)
-            except BaseException:  # an interrupt
-                with shielded:
-                    give_back(buffer, batch.draw)
-                raise
         error = batch.error
         if error is None:
+            try:
+                batch.wait(buffer)
+                error = batch.error
+            except BaseException as interrupt:
+                error = interrupt
+        if error is None:
             return batch
-        if isinstance(error, Outdated):
-            with shielded:
-                undo_outdated(buffer, batch.draw)
-            continue
         if batch.draw is not None:
             with shielded:
                 give_back(buffer, batch.draw)
-            raise error
         # A failed draw is tried again if rows were written since.
-        if batch.draw is None and buffer._storage.ledger.next_position == batch.written:
+        elif buffer._storage.ledger.next_position != batch.written:
+            continue
+        if not isinstance(error, Outdated):
             raise error
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Listed
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -189,12 +188,12 @@ def _draw_and_read(
         _add_generations(draw.info, draw.index, storage)
     mark, source = draw.mark, buffer._generator if generator is None else generator
     try:
-        batch = _read_rows(buffer, draw, storage, source, own, collate, numbered)
+        batch = _read_rows(buffer, draw, storage, source, collate, numbered)
     except BaseException:
         if mark is not None:
             mark.after = random_state(buffer._generator)
         if loading is None:
-            _keep_or_undo(buffer, draw, storage)
+            _take_back(buffer, draw, storage)
         raise
     if mark is not None and mark.random is not None:
         mark.after = random_state(buffer._generator)
@@ -300,7 +299,6 @@ def _read_rows(
     draw: Draw,
     storage: Storage,
     generator: torch.Generator | None,
-    own: bool = True,
     collate: Callable[[Any], Any] | None = None,
     numbered: bool = True,
     *,
@@ -336,13 +334,8 @@ def _read_rows(
         held = held and type(sampler).complete is Sampler.complete
         if draw.info and held:
             held = not any(k in chain.changes or (k,) in chain.changes for k in draw.info)
-        given = chain, storage, draw.index, draw.info, generator, known, rows if held else None
-        repeated = own and buffer._prefetcher is not None and chain.uses_random
-        if generator is None or draw.mark is None or not repeated:
-            fetched = chain, fetch_all(*given, bare=bare)
-        else:
-            with _random_of(draw.mark, generator):
-                fetched = chain, fetch_all(*given, bare=bare)
+        given = draw.index, draw.info, generator, known, rows if held else None
+        fetched = chain, fetch_all(chain, storage, *given, bare=bare)
     # The sampler describes its own windows, not the windows of a sample unit.
     describes = not _describes_nothing(type(sampler)) and not (
         sampler.draws_windows and (bare or isinstance(buffer._sample_unit, Sequence))
@@ -368,24 +361,6 @@ def _describes_nothing(kind: type[Sampler]) -> bool:
     return all(getattr(kind, name) is getattr(Sampler, name) for name in names)
 
 
-@contextlib.contextmanager
-def _random_of(mark: Mark, generator: torch.Generator) -> Iterator[None]:
-    """Set the generator for the reads of transforms.
-
-    If the batch of a draw failed, its next read repeats the random numbers of the first read.
-    """
-    before, now = mark.read, generator.get_state()
-    if before is None:
-        mark.read = now
-        yield
-        return
-    generator.set_state(before)
-    try:
-        yield
-    finally:
-        generator.set_state(now)
-
-
 def read_earlier(
     buffer: ReplayBuffer,
     draw: Draw,
@@ -399,12 +374,11 @@ def read_earlier(
 
     If its rows were overwritten since, the loader's sampler draws again. The caller holds the lock.
     """
-    stored = as_tensor(storage.contains(draw.index)).all()
-    if not stored or is_outdated(buffer, draw, storage):
+    if is_outdated(buffer, draw, storage):
         draw = choose_rows(buffer, storage, draw.size, False, generator, sampler=draw.sampler)
     elif "index_generation" in draw.info:
         _add_generations(draw.info, draw.index, storage)
-    return _read_rows(buffer, draw, storage, generator, False, collate, numbered)
+    return _read_rows(buffer, draw, storage, generator, collate, numbered)
 
 
 @dataclass
@@ -527,8 +501,7 @@ def read_ahead(buffer: ReplayBuffer, draw: Draw) -> DrawnBatch:
         raise Outdated
     ledger = storage.ledger
     if ledger.next_position != draw.written or ledger.log.removed != draw.removed:
-        stored = as_tensor(storage.contains(draw.index)).all()
-        if not stored or is_outdated(buffer, draw, storage):
+        if is_outdated(buffer, draw, storage):
             raise Outdated
         if "index_generation" in draw.info:
             _add_generations(draw.info, draw.index, storage)
@@ -536,8 +509,10 @@ def read_ahead(buffer: ReplayBuffer, draw: Draw) -> DrawnBatch:
 
 
 def is_outdated(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> bool:
-    """Return whether the sampler could no longer make a draw of stored rows."""
+    """Return whether the sampler could no longer make a draw."""
     if storage.ledger.log.removed != draw.removed:  # other rows may be in the slots
+        return True
+    if not as_tensor(storage.contains(draw.index)).all():
         return True
     windows = buffer._sampler.draws_windows or not isinstance(buffer._sample_unit, Transition)
     if windows and _written_since(storage, draw):
@@ -562,31 +537,14 @@ def _written_since(storage: Storage, draw: Draw) -> bool:
 # -- undoing draws ---------------------------------------------------------------------------------
 
 
-class Undelivered(Protocol):
-    """A draw that was not delivered: the rows that the sampler drew, and whether a pass ended."""
-
-    @property
-    def anchors(self) -> torch.Tensor: ...
-
-    @property
-    def ran_out(self) -> bool: ...
-
-
 def give_back(buffer: ReplayBuffer, draw: Draw) -> None:
     """Keep a draw whose batch failed, so that it comes next, or undo it."""
     with buffer._locked(settled=False) as storage:
         if draw.storage is storage and draw.sampler is buffer._sampler:
-            _keep_or_undo(buffer, draw, storage)
+            _take_back(buffer, draw, storage)
 
 
-def undo_outdated(buffer: ReplayBuffer, draw: Draw) -> None:
-    """Undo a draw whose rows were overwritten."""
-    with buffer._locked(settled=False) as storage:
-        if draw.storage is storage and draw.sampler is buffer._sampler:
-            undo_draws(buffer, [draw], storage)
-
-
-def _keep_or_undo(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
+def _take_back(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
     """Do the same as ``give_back`` does. The caller holds the lock."""
     show(buffer._sampler, draw.was_out)
     if draw.kept and not buffer._sampler.consumes:
@@ -597,20 +555,13 @@ def _keep_or_undo(buffer: ReplayBuffer, draw: Draw, storage: Storage) -> None:
 
 
 def _next_failed(buffer: ReplayBuffer, storage: Storage) -> Draw | None:
-    """Return the next failed draw whose rows are still stored, or None.
-
-    If a row of a window was overwritten, the draw is undone. The same happens if a row has lost
-    neighbours that transforms need, or if rows were removed.
-    """
-    while buffer._retry:
-        draw = buffer._retry.pop(0)
-        if is_outdated(buffer, draw, storage):
-            undo_draws(buffer, [draw, *buffer._retry], storage)
-            buffer._retry = []
-        elif as_tensor(storage.contains(draw.index)).all():
-            show(buffer._sampler, draw.ran_out)
-            return draw
-    return None
+    """Return the next failed draw. If it is outdated, undo all draws and return None."""
+    if is_outdated(buffer, buffer._retry[0], storage):
+        rewind(buffer)
+        return None
+    draw = buffer._retry.pop(0)
+    show(buffer._sampler, draw.ran_out)
+    return draw
 
 
 def rewind(buffer: ReplayBuffer) -> None:
@@ -642,42 +593,25 @@ def undo_draws(buffer: ReplayBuffer, draws: list[Draw], storage: Storage) -> Non
     The sampler and the generator return to their states before the draws. If a later draw was
     delivered, only the rows return to the pass. The caller holds the lock.
     """
-    sampler, generator, left = buffer._sampler, buffer._generator, list(draws)
-    without_token: list[Draw] = []  # newest first
-    shown = sampler.ran_out
-    while left and left[-1].number == buffer._draws_made and not sampler.consumes:
-        mark = left[-1].mark
-        if mark is None:
-            break
-        draw = left.pop()
-        buffer._draws_made -= 1
-        if mark.token is None or sampler.rollback(mark.token, storage) is False:
-            without_token.append(draw)
-        unused = mark.after is not None and torch.equal(random_state(generator), mark.after)
-        if mark.random is not None and unused:
-            set_random_state(generator, mark.random)
-    if sampler.consumes:  # a write may reuse the slots before the next draw
-        for draw in left:
-            positions = storage.ledger.positions(draw.anchors.cpu())
-            unwritten = draw.anchors[(positions < draw.written).to(draw.anchors.device)]
-            sampler.put_back([unwritten], storage)
-    elif left or without_token:
-        if left:
-            buffer._draws_made += 1  # no token of a draw under way knows of the returned rows
-        # After a removal other rows are in the slots, and a new pass begins.
-        removed = storage.ledger.log.removed
-        undone = [draw for draw in (*left, *reversed(without_token)) if draw.removed == removed]
-        put_back(undone, sampler, storage)
+    sampler, generator, shown = buffer._sampler, buffer._generator, buffer._sampler.ran_out
+    returned: list[torch.Tensor] = []  # newest first
+    newest = buffer._draws_made
+    for draw in reversed(draws):
+        mark, known = draw.mark, False
+        if draw.number == newest and mark is not None and not sampler.consumes:
+            newest -= 1
+            known = mark.token is not None and sampler.rollback(mark.token, storage) is not False
+            unused = mark.after is not None and torch.equal(random_state(generator), mark.after)
+            if mark.random is not None and unused:
+                set_random_state(generator, mark.random)
+        if sampler.consumes:  # a write may reuse the slots before the next draw
+            unwritten = storage.ledger.positions(draw.anchors.cpu()) < draw.written
+            returned.append(draw.anchors[unwritten.to(draw.anchors.device)])
+        elif not known and draw.removed == storage.ledger.log.removed:
+            returned.append(draw.anchors)  # after a removal, other rows are in the slots
+    if newest + len(draws) > buffer._draws_made:
+        newest += 1  # no token of a draw under way knows of the returned rows
+    buffer._draws_made = newest
+    if returned:
+        sampler.put_back(returned[::-1], storage)
     show(sampler, shown)
-
-
-def put_back(draws: Listed[Undelivered], sampler: Sampler, storage: Storage) -> None:
-    """Return the rows of undelivered draws, in the order of drawing, to their pass.
-
-    Draws after the end of a pass are dropped, because their pass has not begun.
-    """
-    last = next((number for number, draw in enumerate(draws, 1) if draw.ran_out), None)
-    if last is not None and sampler.passes:
-        draws = draws[:last]
-        sampler.drop_pass()
-    sampler.put_back([draw.anchors for draw in draws], storage)

@@ -28,14 +28,11 @@ class Mark:
         random: the state of the generator; None if the draw used another generator.
         after: the state of the generator after the draw and its read. A rollback resets the
             generator only if no other code has used it since.
-        read: the state of the generator before transforms used it in the first read; None if no
-            later read needs it.
     """
 
     token: Any
     random: torch.Tensor | None
     after: torch.Tensor | None = None
-    read: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

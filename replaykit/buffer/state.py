@@ -22,7 +22,7 @@ from replaykit.buffer.components import (
     limiter_queue,
     uses_of,
 )
-from replaykit.buffer.draw import drop_draws, put_back, rewind
+from replaykit.buffer.draw import drop_draws, rewind
 from replaykit.buffer.prefetch import Prefetcher
 from replaykit.checkpoint import Base, Checkpoint, MappedCheckpoint, Snapshot
 from replaykit.declared import Rule, decode_state, encode_state
@@ -200,6 +200,10 @@ def check_state(buffer: ReplayBuffer, state: BufferState, *, stacklevel: int) ->
     _check_taken(state)
     target, rows = _target_of_rows(buffer, state, stacklevel)
     check_rows(undelivered, state)
+    last = next((at for at, draw in enumerate(undelivered, 1) if draw.ran_out), None)
+    if last is not None and sampler.passes and "_remaining" in sampler_state:
+        undelivered = undelivered[:last]  # the next pass has not begun
+        sampler_state = {**sampler_state, "_remaining": None}
     writer_state = state.writer
     if state.content is not None:
         # Dropped rows show where kept episodes begin, so the writer reads them before they are
@@ -260,7 +264,7 @@ def finish_taking(buffer: ReplayBuffer, checked: CheckedState) -> None:
     buffer._writer.restore(checked.writer, rows)
     buffer._generator = sampler.generator = loaded_generator(buffer._generator, checked.generator)
     if checked.undelivered:
-        put_back(checked.undelivered, sampler, storage)
+        sampler.put_back([draw.anchors for draw in checked.undelivered], storage)
     if rows is not None:
         sampler.moved(rows, storage)
     if buffer._shared:  # other processes may overwrite rows before the next draw

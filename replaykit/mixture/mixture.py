@@ -544,15 +544,16 @@ class Mixture:
     def give_back(self, draw: MixtureDraw) -> None:
         """Undo a draw whose batch failed, and all later draws that were not delivered."""
         with self.lock:
-            self._undo(sorted([draw, *self._withdrawn()], key=lambda one: one.number))
+            self._undo(sorted([draw, *self.drop()], key=lambda one: one.number))
             self.sampler.ran_out = draw.was_out
 
     def rewind(self) -> None:
         """Undo all draws that were not delivered."""
         with self.lock:
-            self._undo(self._withdrawn())
+            self._undo(self.drop())
 
-    def _withdrawn(self) -> list[MixtureDraw]:
+    def drop(self) -> list[MixtureDraw]:
+        """Drop all batches that were not delivered; return their draws in order."""
         queue = self._queue()
         return [] if queue is None else queue.clear()
 
@@ -577,10 +578,6 @@ class Mixture:
         if queue is not None:
             queue.shutdown()
             self.rewind()
-
-    def drop(self) -> None:
-        """Drop the draws that were not delivered, because the members start over."""
-        self._withdrawn()
 
 
 RowSource = BufferSource | HandleSource

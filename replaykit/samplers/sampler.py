@@ -320,12 +320,6 @@ class Sampler(Uncompiled, ABC):
         ``rollback`` has declined.
         """
 
-    def drop_pass(self) -> None:
-        """Undo the start of the newest pass, because none of its draws is delivered.
-
-        The buffer calls ``put_back`` next, with draws of the pass before.
-        """
-
     def moved(self, rows: torch.Tensor, storage: Storage) -> None:
         """Follow a move of the rows from slots ``rows`` to slots ``0, 1, ...``.
 

@@ -526,12 +526,10 @@ class _RoundRobinSlices(SliceSampler):
         self._resets += 1
 
     def mark(self, storage: Storage) -> Any:
-        known = self._last, self._loaded, self._after, self._passes
-        return super().mark(storage), known, self._resets
+        return (self._last, self._loaded, self._after, self._passes), self._resets
 
     def rollback(self, token: Any, storage: Storage) -> None:
-        counted, known, resets = token
-        super().rollback(counted, storage)
+        known, resets = token
         if resets == self._resets:
             self._last, self._loaded, self._after, self._passes = known
 

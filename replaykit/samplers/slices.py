@@ -254,9 +254,8 @@ class SliceSamplerWithoutReplacement(Sliced):
         if returned is not None:
             time, lane = request.episodes.time_and_lane(returned.numpy())
             number = order.of(time, lane)
-            first = np.sort(np.unique(number, return_index=True)[1])
-            again = torch.from_numpy(number[first][number[first] >= 0])
-            remaining = torch.cat([again, remaining[~torch.isin(remaining, again)]])
+            number = number[np.diff(number, prepend=-1) != 0]  # once for each window
+            remaining = torch.cat([torch.from_numpy(number[number >= 0]), remaining])
         return remaining if len(remaining) else self._new_pass(order.count)
 
     def _too_few(self, remaining: torch.Tensor, slices: int) -> bool:
@@ -310,9 +309,6 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._version, self._law, self._length, self._rows = more
         if forgotten != self._forgotten:
             self._forget()  # rows were written, which ends the pass
-
-    def drop_pass(self) -> None:
-        self._remaining = None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]
@@ -605,7 +601,7 @@ class SliceSampler(Sliced):
                 assert isinstance(anchors, EpisodeMasses)
                 if self.draw == "without_replacement":
                     anchors.episodes_of(found)
-                self._counter.made(anchors.count_draw(), drawn[0])
+                self._counter.made(anchors.count_draw())
             return drawn
 
     def _draw_plain(
@@ -693,12 +689,6 @@ class SliceSampler(Sliced):
                 episodes = self.episodes(storage)
                 self._counter.undo(token, episode_tags(storage, episodes), episodes)
         return None
-
-    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        if self._counter is not None and drawn and len(storage):
-            with storage.lock:
-                episodes = self.episodes(storage)
-                self._counter.undo_rows(drawn, episode_tags(storage, episodes), episodes)
 
     # -- state --------------------------------------------------------------------------------
 

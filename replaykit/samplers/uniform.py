@@ -111,8 +111,6 @@ class SamplerWithoutReplacement(Sampler):
         self._resets = 0
         # The state of the episode index when all rows of the pass were eligible; None: unknown.
         self._whole_as_of: Any = None
-        # True if a draw began the pass; False if undone draws have put all its rows back.
-        self._begun = False
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw the next rows of the pass; return the index and an empty info.
@@ -146,7 +144,6 @@ class SamplerWithoutReplacement(Sampler):
                 drawn = self._still_eligible(remaining, batch_size, eligible)
         if drawn is None:
             remaining = self._new_pass(known, drawing_device(storage, self.generator))
-            self._begun = True
             if eligible is not None:
                 remaining = eligible.elements(remaining.cpu().numpy())
             self._whole_as_of = None if eligible is None else eligible.as_of
@@ -154,7 +151,7 @@ class SamplerWithoutReplacement(Sampler):
         index, rest = drawn
         self._length = count
         self._ran_out = not len(rest) or self._too_few(rest, batch_size)
-        self._remaining, self._begun = (None, False) if self._ran_out else (rest, self._begun)
+        self._remaining = None if self._ran_out else rest
         return as_drawn(index, storage), {}
 
     def _still_eligible(
@@ -194,22 +191,16 @@ class SamplerWithoutReplacement(Sampler):
 
     def empty(self) -> None:
         super().empty()
-        self._remaining, self._length, self._whole_as_of, self._begun = None, 0, None, False
-        self._removed = -1
+        self._remaining, self._length, self._whole_as_of, self._removed = None, 0, None, -1
         self._resets += 1
 
     def mark(self, storage: Storage) -> Any:
-        known = self._remaining, self._length, self._whole_as_of, self._begun, self._removed
-        return *known, self._resets
+        return self._remaining, self._length, self._whole_as_of, self._removed, self._resets
 
     def rollback(self, token: Any, storage: Storage) -> None:
         *state, resets = token
         if resets == self._resets:
-            self._remaining, self._length, self._whole_as_of, self._begun, self._removed = state
-
-    def drop_pass(self) -> None:
-        if self._begun:  # else the rows are those that another undone draw has put back
-            self._remaining, self._begun = None, False
+            self._remaining, self._length, self._whole_as_of, self._removed = state
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         flat = [ravel(index, storage.lanes) if storage.ndim > 1 else index for index in drawn]

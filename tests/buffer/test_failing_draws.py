@@ -152,6 +152,7 @@ def test_an_error_at_the_end_of_a_pass_does_not_stop_the_next():
         assert buffer.sample()["id"].tolist() == [4, 5, 6, 7]
         for _ in range(2):
             refuses(ArithmeticError, "row 9", buffer.sample)
+            assert not buffer.sampler.ran_out
         assert buffer.sample()["id"].tolist() == [8, 9]
 
 

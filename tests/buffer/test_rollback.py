@@ -125,6 +125,29 @@ def test_writes_end_a_loaded_pass_whose_first_batch_failed(kind: str) -> None:
     ahead.shutdown()
 
 
+def test_write_over_a_failed_window_undoes_all_draws() -> None:
+    ahead, plain = make(SAMPLERS["slices"], 3), make(SAMPLERS["slices"], None)
+    failing = iter([True])
+
+    def fails(batch: TensorDict) -> TensorDict:
+        if next(failing, False):
+            raise ArithmeticError("on request")
+        return batch
+
+    ahead.append_transform(fails)
+    while True:  # one of the batches that are drawn ahead fails
+        try:
+            ahead.sample()
+        except ArithmeticError:
+            break
+        plain.sample()
+    for buffer in (ahead, plain):
+        buffer.extend(rows(ROWS, ROWS))
+    for _ in range(4):
+        assert ahead.sample()["id"].equal(plain.sample()["id"])
+    ahead.shutdown()
+
+
 def test_numbers_of_other_code_are_never_drawn_twice() -> None:
     rb, generator = make(RandomSampler, 2), torch.Generator()
     rb.set_rng(generator.manual_seed(0))
@@ -146,6 +169,18 @@ def test_batches_of_another_size_leave_every_row_once_in_the_pass(size: int) -> 
     for buffer in (rb, other):
         rest = [batch["id"] for batch in buffer]
         assert sorted(torch.cat([*seen, *rest]).tolist()) == list(range(ROWS))
+    rb.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "batches"), [("pass", 7), ("slice pass", 2)])
+def test_undelivered_end_of_a_pass_comes_first_in_the_next_pass(kind: str, batches: int) -> None:
+    rb = make(SAMPLERS[kind], 1)
+    seen = [rb.sample()["id"] for _ in range(batches)]
+    seen.append(rb.sample(2)["id"])  # of the next pass
+    rb.state_dict()
+    found = torch.cat([*seen, *(batch["id"] for batch in rb)])
+    each = found if kind == "pass" else found[::2] // 5
+    assert set(torch.bincount(each).tolist()) == {2}
     rb.shutdown()
 
 
@@ -209,13 +244,13 @@ def test_custom_samplers_go_back_by_their_state() -> None:
     rb.shutdown()
 
 
-def saved_draw(index: torch.Tensor) -> dict[str, Any]:
+def saved_draw(index: torch.Tensor, *, ran_out: bool = False) -> dict[str, Any]:
     """Return a draw as earlier releases saved it."""
     return {
         "index": index,
         "anchors": index,
         "info": [],
-        "ran_out": False,
+        "ran_out": ran_out,
         "size": len(index),
         "since": 0,
         "random": None,
@@ -242,6 +277,21 @@ def test_draws_in_checkpoints_of_earlier_releases_come_first(kind: str) -> None:
             episodes = torch.cat([first, *found])[::2] // 5
             assert sorted(episodes.tolist()) == list(range(6))
         other.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "batches"), [("pass", 7), ("slice pass", 2)])
+def test_draws_of_two_passes_in_checkpoints_of_earlier_releases(kind: str, batches: int) -> None:
+    rb, other = make(SAMPLERS[kind], None), make(SAMPLERS[kind], None, 1)
+    for _ in range(batches):
+        rb.sample()
+    last, following = rb.sample(), rb.sample()["index"]
+    draws = [saved_draw(last["index"], ran_out=True), saved_draw(following)]
+    other.load_state_dict({**rb.state_dict(), "_prefetch_state": draws})
+    assert torch.equal(other.sample()["episode"], last["episode"])
+    assert other.sampler.ran_out
+    found = torch.cat([batch["id"] for batch in other])
+    assert len(found) == (ROWS if kind == "pass" else 12)
+    assert len(found.unique()) == len(found)
 
 
 def test_draws_of_members_return_to_their_passes() -> None:
