@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,11 +125,15 @@ class EpisodeOrder:
         """Return the windows of episodes by number, int64 ``[K]`` in ``[0, count)``."""
         return self.index.find(self.law, EPISODES, number)
 
-    def after(self, time: Array, lane: Array) -> Array:
-        """Return the first episode of each lane whose windows begin after a time.
+    def first_with(self, lane: Array, holds: Callable[[Found, Array], Array]) -> Array:
+        """Return the first episode of each lane for which ``holds`` is true.
 
         If a lane has no such episode, the result is the number after the lane's last episode. Cost:
         O(log E) array lookups, each for all K lanes.
+
+        Args:
+            holds: gets episodes, and the places of their lanes in ``lane``; returns bools. It is
+                true for all episodes of a lane that come after one for which it is true.
         """
         high = self.ends[lane].copy()
         low = high - self.per_lane[lane]
@@ -137,7 +142,7 @@ class EpisodeOrder:
             if not len(open_):
                 return low
             middle = (low[open_] + high[open_]) // 2
-            later = self.find(middle).base > time[open_]
+            later = holds(self.find(middle), open_)
             high[open_[later]] = middle[later]
             low[open_[~later]] = middle[~later] + 1
 
@@ -146,7 +151,7 @@ class EpisodeOrder:
 
         The number is -1 if the episode has no window, or if the row precedes its windows.
         """
-        number = self.after(time, lane) - 1
+        number = self.first_with(lane, lambda found, at: found.base > time[at]) - 1
         known = number >= self.ends[lane] - self.per_lane[lane]
         found = self.find(number[known])
         begins = self.index.begins(time[known], lane[known])
@@ -385,7 +390,7 @@ def without_replacement(anchors: Anchors, count: int, generator: torch.Generator
         device = "cpu" if generator is None else generator.device
         picked = torch.randperm(anchors.count, generator=generator, device=device)[:count]
         return anchors.numbered(picked.cpu().numpy())
-    drawn, tries = _none(), 0
+    drawn, tries = no_windows(), 0
     while len(drawn.base) < count and not few:
         need = count - len(drawn.base)
         drawn = _joined(drawn, iid(anchors, 2 * need if tries else need, generator))
@@ -399,7 +404,7 @@ def without_replacement(anchors: Anchors, count: int, generator: torch.Generator
     return Found(*(field[:count] for field in drawn))
 
 
-def _none() -> Found:
+def no_windows() -> Found:
     nothing = np.zeros(0, np.int64)
     return Found(nothing, nothing, nothing, nothing, nothing)
 

@@ -32,6 +32,8 @@ def test_short_episodes_are_drawn_whole() -> None:
     rb = sliced([2, 5, 1], slice_len=3, draw="sequential", strict_length=False)
     assert rb.sample(9)["t"].tolist() == [0, 1, 2, 3, 4, 7]
     assert rb.sample(3)["t"].tolist() == [0, 1]
+    rb.extend(rows([1], start=8))  # over the first row of the episode that was drawn
+    assert rb.sample(3)["t"].tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -55,6 +57,17 @@ def test_sequence_continues_in_a_smaller_buffer(prefetch: int) -> None:
         buffer.shutdown()
 
 
+def test_sequence_continues_in_its_lane_of_a_smaller_buffer() -> None:
+    rb, other = (
+        sliced(capacity=2 * slots, ndim=2, slice_len=2, draw="sequential") for slots in (12, 8)
+    )
+    rb.extend(torch.stack([rows([6, 6, 6], start=start) for start in (0, 100)]))
+    assert _firsts(rb, 6, 2) == [6, 8, 10, 106, 108, 110]
+    with pytest.warns(UserWarning, match="rows"):
+        other.load_state_dict(rb.state_dict())
+    assert _firsts(rb, 2, 2) == _firsts(other, 2, 2) == [12, 14]
+
+
 def test_a_place_that_was_lost_before_a_save() -> None:
     def make() -> ReplayBuffer:
         sampler = SliceSampler(slice_len=2, draw="sequential")
@@ -75,6 +88,10 @@ def test_a_place_that_was_lost_before_a_save() -> None:
     assert rb.sample()["t"].tolist() == other.sample()["t"].tolist() == [102, 103]
     rb.empty(lane=0)  # moves the rows of the last window
     assert rb.sample()["t"].tolist() == [104, 105]
+    write(0, 4, 6)
+    assert rb.sample()["t"].tolist() == [4, 5]
+    rb.empty(lane=0)  # no later episode is left
+    assert (rb.sample()["t"].tolist(), rb.sampler.pass_index) == ([102, 103], 1)
 
 
 @pytest.mark.parametrize("draw", ["sequential", "round_robin"])
