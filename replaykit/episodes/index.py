@@ -17,7 +17,6 @@ from replaykit.episodes.boundaries import (
     BoundColumns,
     CountLaw,
     EndReason,
-    Found,
     Head,
     positions_from,
     seams,
@@ -106,7 +105,7 @@ class EpisodeIndex:
         self._storage, self._columns = storage, columns
         self._reader = ColumnReader(self.bound, columns)
         self.slots = columns.slots
-        self._streams = self._new(columns.lanes.numel())
+        self._use(self._new(columns.lanes.numel()))
         # The row id of the next row to index, and the ledger's count of changes at that time.
         ledger = storage.ledger
         self._noted = ledger.next_position - before
@@ -125,6 +124,18 @@ class EpisodeIndex:
         if ledger.length and (self._noted > ledger.cleared or not before):
             self._rebuild()
 
+    def _use(self, streams: StreamEpisodes) -> None:
+        """Answer queries by streams, without a call in between. `StreamEpisodes` describes them.
+
+        ``pool`` has the streams without the rows that ``sync`` would index.
+        """
+        self._streams = self.pool = streams
+        self.time_and_lane, self.element = streams.place, streams.element
+        self.around, self.episodes_at = streams.around, streams.lookup
+        self.totals, self.total = streams.totals, streams.total
+        self.find, self.slices = streams.find, streams.slices
+        self.table, self.longest, self.nbytes = streams.table, streams.longest, streams.nbytes
+
     def _new(self, lanes: int, **start: Any) -> StreamEpisodes:
         if self.key is None:
             return StreamEpisodes(self.slots, lanes, **start)
@@ -135,21 +146,6 @@ class EpisodeIndex:
     def lanes(self) -> int:
         """Number of lanes, or of streams that have stored rows."""
         return self._streams.lanes
-
-    @property
-    def stream_count(self) -> int:
-        """Number of streams that have stored rows, in O(1)."""
-        return self._streams.stream_count
-
-    @property
-    def key_dtype(self) -> Any:
-        """The dtype of keys of streams."""
-        return self._streams.keys.dtype
-
-    @property
-    def pool(self) -> StreamEpisodes:
-        """The streams, without the rows that ``sync`` would index."""
-        return self._streams
 
     @property
     def in_ring(self) -> bool:
@@ -285,11 +281,7 @@ class EpisodeIndex:
             pool.drop_oldest(keys, sizes, forget=True)
             row_ids = self.row_ids(slots)
             order = row_ids.argsort()
-            slots, row_ids = slots[order], row_ids[order]
-            at = torch.from_numpy(slots)
-            leaves = {path: self._columns[path][at] for path in self.bound.paths}
-            heads = partial(known_heads, self._new(0), 0, self._storage.indexes, self.rule)
-            self._append_leaves(leaves, slots, row_ids, heads=heads)
+            self._append_found(slots[order], row_ids[order])
             pool.joined.update(key for key in going_on if key not in pool)
         except BaseException:
             self._edited = True  # the next use indexes all rows again
@@ -306,13 +298,16 @@ class EpisodeIndex:
         if len(order) != behind:  # rows were overwritten before they were indexed
             self._rebuild()
             return
-        slots, row_ids = slots[order], row_ids[order]
+        self._append_found(slots[order], row_ids[order])
+        self._noted = ledger.next_position
+        self.leave_ring()
+
+    def _append_found(self, slots: Array, row_ids: Array) -> None:
+        """Index stored rows of streams, in the order of their ids."""
         at = torch.from_numpy(slots)
         leaves = {path: self._columns[path][at] for path in self.bound.paths}
         heads = partial(known_heads, self._new(0), 0, self._storage.indexes, self.rule)
         self._append_leaves(leaves, slots, row_ids, heads=heads)
-        self._noted = ledger.next_position
-        self.leave_ring()
 
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes, bool ``[lanes]``, with the code."""
@@ -368,7 +363,7 @@ class EpisodeIndex:
         try:
             self._index_all(old)
         except BaseException:
-            self._streams = old  # the next rebuild needs its beginnings
+            self._use(old)  # the next rebuild needs its beginnings
             raise
 
     def _index_all(self, old: StreamEpisodes) -> None:
@@ -461,7 +456,7 @@ class EpisodeIndex:
         self._versions += old.version + 1
         self.rebuilt += 1
         if self.key is not None:
-            self._streams = new = self._new(0)
+            self._use(new := self._new(0))
             new.joined = set(old.joined)
             if went_on:
                 new.joined.update(old.keys[old.per_lane()[2] != 0].tolist())
@@ -474,7 +469,7 @@ class EpisodeIndex:
             gone = known[:, 0]
             head = np.where(known[:, 1] > 0, known[:, 1], _CUT if unknown else head)
         start += -(-old.hi // self.slots) * self.slots
-        self._streams = self._new(lanes, start=start, gone=gone, head=head)
+        self._use(self._new(lanes, start=start, gone=gone, head=head))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -539,9 +534,9 @@ class EpisodeIndex:
             return hi - lo
         return np.append(hi - lo, 0)[self._streams.ranks(keys)]
 
-    def lanes_with(self, keys: Array) -> Array:
+    def lanes_with(self, keys: Array | list[Any]) -> Array:
         """Return the lanes of the streams with these keys that have stored rows, ascending."""
-        lane = self._streams.ranks(keys)
+        lane = self._streams.ranks(np.asarray(keys, self._streams.keys.dtype))
         return np.sort(lane[lane >= 0])
 
     def oldest(self) -> int:
@@ -563,14 +558,6 @@ class EpisodeIndex:
         slots = element // self.lanes if self.key is None else element
         return self._storage.ledger.positions(torch.from_numpy(slots)).numpy()
 
-    def time_and_lane(self, element: Array) -> Array:
-        """Return time and lane of stored elements of any shape, int64 ``[2, ...]``."""
-        return self._streams.place(element)
-
-    def element(self, time: Array, lane: Array) -> Array:
-        """Return the elements of rows. This is the inverse of ``time_and_lane``."""
-        return self._streams.element(time, lane)
-
     def bounds(self, lane: Array) -> tuple[Any, Any]:
         """Return ``lo, hi`` of lanes. Rows with ``lo <= time < hi`` are stored.
 
@@ -586,23 +573,9 @@ class EpisodeIndex:
         begin, last, _, _ = self._streams.lookup(time, lane)
         return np.maximum(begin, self.bounds(lane)[0]), last
 
-    def around(self, element: Array) -> Array:
-        """Return the positions of stored elements in their episodes, int64 ``[6, K]``.
-
-        The six rows of the array are time, lane, begin, last, code of the last row, and ``Head``.
-
-        Raises:
-            IndexError: a row is not stored.
-        """
-        return self._streams.around(element)
-
     def rows(self, law: CountLaw, number: Array) -> Array:
         """Return the elements of single rows, given their numbers among the drawable rows."""
         return self._streams.pick(law, WINDOWS, number)
-
-    def episodes_at(self, time: Array, lane: Array) -> Array:
-        """Return begin, last, code of the last row, and ``Head`` of episodes, int64 ``[4, K]``."""
-        return self._streams.lookup(time, lane)
 
     def ended_among(self, slots: Array) -> tuple[Array, Array, Array]:
         """Return the ends of episodes among the rows in distinct slots, int64 ``[K]``.
@@ -666,25 +639,6 @@ class EpisodeIndex:
 
     # -- windows --------------------------------------------------------------------------------
 
-    def totals(self, law: CountLaw, kind: int) -> Array:
-        """Return the number of windows, episodes or rows of every lane, int64 ``[lanes]``."""
-        return self._streams.totals(law, kind)
-
-    def total(self, law: CountLaw, kind: int) -> int:
-        """Return the sum of ``totals``."""
-        return self._streams.total(law, kind)
-
-    def find(self, law: CountLaw, kind: int, number: Array) -> Found:
-        """Look up windows by number, which counts in the order of lanes, then of time."""
-        return self._streams.find(law, kind, number)
-
-    def slices(self, law: CountLaw, number: Array, length: int) -> Array:
-        """Return elements of windows of ``length`` rows by number, window after window.
-
-        The second row of int64 ``[2, K]`` has the position of each element's window in ``number``.
-        """
-        return self._streams.slices(law, number, length)
-
     def runs(self, start: Array, length: int) -> Array:
         """Return the elements of ``length`` rows of a lane, from each element ``[K]`` on."""
         if self.key is None:
@@ -706,14 +660,6 @@ class EpisodeIndex:
         number = time - first - skip
         return np.asarray((number >= 0) & (number < count))
 
-    def table(self) -> Any:
-        """Return all stored episodes as an ``EpisodeTable``. Cost: O(episodes)."""
-        return self._streams.table()
-
-    def longest(self) -> int:
-        """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
-        return self._streams.longest()
-
     @property
     def version(self) -> int:
         """A number that changes with every change of the index."""
@@ -734,7 +680,3 @@ class EpisodeIndex:
     def stored_rows(self) -> int:
         """Return the number of stored rows of all lanes."""
         return int(self.sizes().sum())
-
-    def nbytes(self) -> int:
-        """Return the size of the index in bytes."""
-        return self._streams.nbytes()

@@ -219,12 +219,7 @@ class StreamEpisodes:
             np.full(lanes, int(Head.RESET)) if head is None else np.asarray(head, np.int64),
         )
         self.slots, self._lanes, self.is_ring = slots, lanes, keys is None
-        # Every write and draw calls these methods. Storing them here saves a look-up per call.
-        self.append_columns = core.append_columns
-        self.nbytes = core.nbytes
-        self._find, self._totals, self._total = core.find, core.totals, core.total
-        self._lookup, self._around, self._pick = core.lookup, core.around, core.pick
-        self._slices = core.slices
+        self.append_columns, self.nbytes = core.append_columns, core.nbytes
         # The keys of the lanes of a pool, and their records in the core. ``arrange`` adds and drops
         # the lanes of ``_started`` and ``_dropped`` when lanes are needed next.
         self._keys = np.zeros(0, keys)
@@ -281,8 +276,7 @@ class StreamEpisodes:
 
     def close(self, lanes: Array, code: int) -> None:
         """End the open episodes of lanes, bool ``[lanes]``, with the code."""
-        self.arrange()
-        self._core.close(lanes, code)
+        self._arranged.close(lanes, code)
 
     def append_streams(
         self,
@@ -422,22 +416,26 @@ class StreamEpisodes:
         self._core.renumber(order)
         self.numbering += 1
 
+    @property
+    def _arranged(self) -> native.core.Episodes:
+        """The core, whose lanes are numbered as of now."""
+        if self._started or self._dropped:
+            self.arrange()
+        return self._core
+
     # -- rows -------------------------------------------------------------------------------------
 
     def lookup(self, time: Array, lane: Array) -> Array:
         """Return begin, last, last row's code, and head of episodes, int64 ``[4, K]``."""
-        self.arrange()
-        return self._lookup(time, lane)
+        return self._arranged.lookup(time, lane)
 
     def around(self, element: Array) -> Array:
         """Return time, lane, begin, last, code, head of elements, int64 ``[6, K]``."""
-        self.arrange()
-        return self._around(element)
+        return self._arranged.around(element)
 
     def place(self, element: Array) -> Array:
         """Return time and lane of elements of any shape, int64 ``[2, ...]``."""
-        self.arrange()
-        return self._core.place(element.reshape(-1)).reshape(2, *element.shape)
+        return self._arranged.place(element.reshape(-1)).reshape(2, *element.shape)
 
     def rows(self, time: Array, lane: Array) -> Array:
         """Return facts of stored rows, int64 ``[5, K]``.
@@ -445,11 +443,10 @@ class StreamEpisodes:
         They are: element; code; first and last time of the unbroken part of the stream around the
         row; and in a pool, the row id of the first row of the episode.
         """
-        self.arrange()
-        return self._core.rows(time, lane)
+        return self._arranged.rows(time, lane)
 
     def element(self, time: Array, lane: Array) -> Array:
-        """Return the elements of stored rows, of any shape."""
+        """Return the elements of stored rows, of any shape. This is the inverse of ``place``."""
         if self.is_ring:
             slot = time % self.slots
             return slot if self._lanes == 1 else slot * self._lanes + lane
@@ -485,8 +482,7 @@ class StreamEpisodes:
 
     def table(self) -> EpisodeTable:
         """Return all stored episodes. Cost: O(episodes)."""
-        self.arrange()
-        return tuple.__new__(EpisodeTable, self._core.table())
+        return tuple.__new__(EpisodeTable, self._arranged.table())
 
     def longest(self) -> int:
         """Return the count of stored rows of the longest episode. Cost: O(episodes)."""
@@ -495,31 +491,29 @@ class StreamEpisodes:
 
     def totals(self, law: CountLaw, kind: int) -> Array:
         """Return the counts of windows, episodes or rows of lanes, int64 ``[lanes]``."""
-        self.arrange()
-        return self._totals(law.key, kind)[0]
+        return self._arranged.totals(law.key, kind)[0]
 
     def total(self, law: CountLaw, kind: int) -> int:
         """Return the sum of ``totals``."""
-        self.arrange()
-        return self._total(law.key, kind)
+        return self._arranged.total(law.key, kind)
 
     def find(self, law: CountLaw, kind: int, number: Array) -> Found:
-        """Look up windows, episodes or rows by number, int64 ``[K]``."""
-        self.arrange()
-        return tuple.__new__(Found, self._find(law.key, kind, number))
+        """Look up windows, episodes or rows by number, int64 ``[K]``.
+
+        Numbers count in the order of lanes, then of time.
+        """
+        return tuple.__new__(Found, self._arranged.find(law.key, kind, number))
 
     def pick(self, law: CountLaw, kind: int, number: Array) -> Array:
         """Return the elements of single rows by number, found by ``find``."""
-        self.arrange()
-        return self._pick(law.key, kind, number)[0]
+        return self._arranged.pick(law.key, kind, number)[0]
 
     def slices(self, law: CountLaw, number: Array, length: int) -> Array:
         """Return elements of windows of ``length`` rows by number, window after window.
 
         The second row of int64 ``[2, K]`` has the position of each element's window in ``number``.
         """
-        self.arrange()
-        return self._slices(law.key, number, length)
+        return self._arranged.slices(law.key, number, length)
 
 
 _MOST_GONE = 2**56

@@ -278,7 +278,7 @@ class StaticEpisodes(EpisodeIndex):
         self.bound = self.rule.bind(self._columns.schema)
         self.slots = self._columns.slots
         start = ledger.cursor if ledger.length == self.slots and ledger.in_order else 0
-        self._streams = self._new(1, start=start)
+        self._use(self._new(1, start=start))
         codes = np.where(ends.numpy(), SWITCHED, CONTINUES).astype(np.uint8)
         self._streams.append(np.roll(codes, -start)[:, None])
         self._noted, self._changes = ledger.next_position, ledger.changes

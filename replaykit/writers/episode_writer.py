@@ -324,7 +324,7 @@ class EpisodeWriter(Writer):
         storage.accept(rows)
         if index is None:
             index = storage.episodes  # the index follows this write
-        if not index.stream_count:
+        if not index.pool.stream_count:
             self._set_queue((), index)
         known = self._has_queue(index)
         counts = np.array(list(gone.values()), np.int64)
@@ -362,7 +362,7 @@ class EpisodeWriter(Writer):
             return None
         gone: list[Any] = []
         need, found = count - (ledger.slots - ledger.length), 0
-        excess = 0 if self.max_episodes is None else index.stream_count + 1 - self.max_episodes
+        excess = 0 if self.max_episodes is None else index.pool.stream_count + 1 - self.max_episodes
         for name, size in self._queue:
             if found >= need and len(gone) >= excess:
                 break
@@ -459,7 +459,7 @@ class EpisodeWriter(Writer):
             replaced = dict(zip(known, sizes, strict=True))
         length = self.storage.ledger.length
         need = rows - (slots - length + sum(replaced.values()))
-        excess = 0 if limit is None else index.stream_count + len(keys) - len(replaced) - limit
+        excess = 0 if limit is None else index.pool.stream_count + len(keys) - len(replaced) - limit
         if need <= 0 and excess <= 0:
             return replaced, {}
         victims, found = {}, 0
@@ -488,7 +488,7 @@ class EpisodeWriter(Writer):
             while queue and queue[0][0] not in index.pool:
                 queue.popleft()
             queue.extend(zip(keys.tolist(), lengths.tolist(), strict=True))
-            if index.stream_count == len(queue):
+            if index.pool.stream_count == len(queue):
                 self._queue_at = self.storage.ledger.log.number
 
     def _has_queue(self, index: EpisodeIndex) -> bool:
@@ -499,7 +499,7 @@ class EpisodeWriter(Writer):
         self._queue_at = self.storage.ledger.log.number
 
     def _ordered(self, index: EpisodeIndex, replaced: dict[Any, int]) -> list[tuple[Any, int]]:
-        lanes = self._order(index.lanes_with(np.array(list(replaced), index.key_dtype)))
+        lanes = self._order(index.lanes_with(list(replaced)))
         sizes = index.sizes()[lanes].tolist()
         return list(zip(index.keys(lanes), sizes, strict=True))
 
@@ -558,16 +558,16 @@ class EpisodeWriter(Writer):
                 f"expected protected episodes of at most {slots} rows, got {left}; the capacity is "
                 f"{storage.ledger.slots}"
             )
-        lanes = index.lanes_with(np.array(gone, index.key_dtype))
+        lanes = index.lanes_with(gone)
         order = storage.ledger.write_order()
         return order[torch.from_numpy(~np.isin(stream_numbers(storage)[order.numpy()], lanes))]
 
     @contextlib.contextmanager
     def resized(self, max_size: int) -> Iterator[torch.Tensor | None]:
         storage = self._columns
-        before = storage.episodes.stream_count if storage.initialized else 0
+        before = storage.episodes.pool.stream_count if storage.initialized else 0
         with super().resized(max_size) as kept:
-            evicted = before - storage.episodes.stream_count if before else 0
+            evicted = before - storage.episodes.pool.stream_count if before else 0
             yield kept
         self.evicted += evicted
 
