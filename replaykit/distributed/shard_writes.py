@@ -24,7 +24,7 @@ from replaykit.buffer.edit import (
 from replaykit.buffer.priorities import update_from_sample, without_priorities, written_priorities
 from replaykit.distributed.members import Sent, ShardMembers
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
-from replaykit.distributed.requests import RemoteResult, Reply
+from replaykit.distributed.requests import NoAnswer, RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout
@@ -141,32 +141,30 @@ class Delivery(Reply):
         super().__init__()
         self._future, self._paced = future, paced
 
-    @property
-    def known(self) -> bool:
-        return self._future.done()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._future.exception() if self.known else None
-
-    def is_ready(self) -> bool:
-        """Return whether ``get`` would not wait."""
-        return self.known
+    def _take(self, timeout: float | None) -> Any:
+        if wait((self._future,), timeout).done:
+            return self._future.result()
+        raise NoAnswer
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
-        if not wait((self._future,), timeout).done:
+        try:
+            return super().get(timeout)
+        except NoAnswer:
+            late = f"the rows have not been written within {timeout or 0:g} s"
             if self._paced:
-                raise RateLimiterTimeout(
-                    f"the rows have not been written within {timeout or 0:g} s; they may still "
-                    "wait for samples"
-                )
-            raise ShardSilent(f"the rows have not been written within {timeout or 0:g} s")
-        return self._future.result()
+                raise RateLimiterTimeout(f"{late}; they may still wait for samples") from None
+            raise ShardSilent(late) from None
 
     async def wait(self) -> Any:
         """Return the answer to a coroutine."""
-        return await asyncio.shield(asyncio.wrap_future(self._future))
+        with contextlib.suppress(Exception):  # ``get`` raises it
+            await asyncio.shield(asyncio.wrap_future(self._future))
+        return self.get()
+
+    def is_ready(self) -> bool:
+        """Return whether ``get`` would not wait."""
+        return self._future.done()
 
 
 # -- new rows --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, Re
 from replaykit.distributed.handle import Handle, checked_count
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
-from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
+from replaykit.distributed.requests import RemoteResult, RequestQueue
 from replaykit.distributed.shard_config import (
     ByKey,
     ClientSettings,
@@ -28,7 +28,14 @@ from replaykit.distributed.shard_config import (
     law_of,
     rows_by,
 )
-from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
+from replaykit.distributed.shard_draws import (
+    Draws,
+    PacedSample,
+    Pending,
+    finished,
+    sample_rows,
+    take_batch,
+)
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
     Writes,
@@ -43,7 +50,6 @@ from replaykit.distributed.shard_writes import (
 from replaykit.distributed.shards import Supervisor
 from replaykit.distributed.write_queue import WriteQueue
 from replaykit.keywords import named_after
-from replaykit.pace import SAMPLE
 from replaykit.schema import Schema
 from replaykit.ted import unravel
 
@@ -611,41 +617,8 @@ class ShardedClient(Handle[DataT]):
     ) -> Any:
         self._check_open()
         size, merge = self._size_of(batch_size), should_merge(include_info, 4)
-        with self._tickets.ticket(SAMPLE, timeout) as ticket:
-            ahead = self._is_ahead(size)
-            early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
-            if early is None:
-                self._draws.refresh(size)
-                drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
-            else:
-                drawn = early.get()
-            return self._made(return_info, merge, size, drawn, ticket)
-
-    def _is_ahead(self, size: int) -> bool:
-        """Return whether batches of this size are prefetched."""
-        return self._ahead.depth > 0 and size == self.batch_size
-
-    def _admitted(self, ticket: ShardTicket, size: int, *, alone: bool) -> Pending | None:
-        """Wait for the right to sample; return the batch requested meanwhile, or None.
-
-        If the right must be requested by a message, the client requests a batch from the shards at
-        the same time. It discards that batch if the right was not available at once, since rows
-        have been written meanwhile.
-
-        Args:
-            alone: True if no batches of this size are prefetched.
-        """
-        asked = None
-        if alone and ticket.keeper.far and self._enough():
-            self._draws.refresh(size)
-            asked = self._draws.begun(size)
-        at_once = False
-        try:
-            at_once = ticket.admit(size)
-        finally:
-            if asked is not None and not at_once:
-                asked.undo()
-        return asked if at_once else None
+        made = functools.partial(self._made, return_info, merge, size)
+        return sample_rows(self, size, timeout, made)
 
     def sample_async(
         self,
@@ -681,15 +654,8 @@ class ShardedClient(Handle[DataT]):
         size, merge = self._size_of(batch_size), should_merge(include_info)
         made = functools.partial(self._made, return_info, merge, size)
         if self._tickets.keeper is None:
-            return RemoteResult(self._take(size), made)
+            return RemoteResult(take_batch(self, size), made)
         return RemoteResult(PacedSample(self, size, made))
-
-    def _take(self, size: int) -> Taken | Pending:
-        """Return a batch under way, which may have been requested before."""
-        self._draws.refresh(size)
-        if self._is_ahead(size):
-            return self._ahead.take()
-        return self._draws.begun(size)
 
     def _drop_ahead(self) -> None:
         dropped = [one for one in self._ahead.drop() if one.before is not None]
@@ -702,11 +668,6 @@ class ShardedClient(Handle[DataT]):
             return None
         drawn = [one.before for one in self._ahead.under_way() if one.before is not None]
         return drawn[0] if drawn else self.generator.get_state()
-
-    def _enough(self) -> bool:
-        """Return whether enough rows are known to be stored for a rate limiter to admit samples."""
-        assert self._tickets.keeper is not None
-        return self._members.rows() >= self._tickets.keeper.limiter.min_size_to_sample
 
     def _made(
         self,

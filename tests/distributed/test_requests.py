@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, RandomSampler, SliceSampler
-from replaykit.distributed.requests import JointReply, Reply, RequestQueue
+from replaykit.distributed.requests import Reply, RequestQueue
 from replaykit.sharding import ShardSilent
 from tests.distributed.laws import episodes, running
 from tests.distributed.stand_in import Ray
@@ -166,9 +166,8 @@ def test_error_of_an_early_request_reaches_no_other_request() -> None:
     assert ahead.next() == 4
 
 
-@pytest.mark.parametrize("joint", [False, True])
 def test_waiting_for_an_answer_does_not_block_other_threads(
-    monkeypatch: pytest.MonkeyPatch, joint: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another thread asks for the same with a timeout of its own; both get one value."""
     come, asked = threading.Event(), threading.Event()
@@ -180,12 +179,8 @@ def test_waiting_for_an_answer_does_not_block_other_threads(
                 raise self.exceptions.GetTimeoutError
             return [0, "there"]
 
-    class Joint(JointReply):
-        def _make(self, timeout: float | None) -> Any:
-            return Slow().get(None, timeout)[1]
-
     monkeypatch.setattr("replaykit.distributed.requests.ray_module", Slow)
-    reply = Joint() if joint else Reply(object())
+    reply = Reply(object())
     with running(reply.get):
         assert asked.wait(30)
         refuses(TimeoutError, r"within 0\.01 seconds", reply.get, 0.01)
