@@ -344,8 +344,9 @@ class _Source:
     order: torch.Tensor
 
     @property
-    def rows(self) -> int:
-        return len(self.order)
+    def row_ids(self) -> np.ndarray[Any, Any]:
+        stop = self.buffer.storage.ledger.next_position
+        return np.arange(stop - len(self.order), stop)
 
 
 def load_share(
@@ -367,7 +368,7 @@ def load_share(
             loading shards.
 
     Cost: one pass over the rows of the shard, and one over the key column of all rows. Memory: a
-    block of 8192 rows, in addition to the new buffer.
+    block of 8192 rows and some numbers for each saved row, in addition to the new buffer.
     """
     with contextlib.ExitStack() as open_files:
         opened = []
@@ -428,21 +429,13 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[np.nd
     A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
     id in the saved shard, then by shard. This is the order in which they were first assigned.
     """
-    rows = np.array([one.rows for one in opened])
-    until = np.array([one.buffer.storage.ledger.next_position for one in opened])
-    oldest = until - rows
-    for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
-        position = np.arange(first, min(first + _BLOCK_ROWS, int(until.max())))[:, None]
-        before = np.clip(position - oldest, 0, rows).sum(1, keepdims=True)
-        there = (position >= oldest) & (position < until)
-        number = before + np.cumsum(there, 1) - 1
-        at, source = np.nonzero(there & (number % num_shards == shard))
-        slots = np.empty(len(at), np.int64)
-        for which, one in enumerate(opened):
-            chosen = source == which
-            slots[chosen] = one.order.numpy()[position[at[chosen], 0] - oldest[which]]
-        if len(at):
-            yield np.stack([source, slots], 1)
+    row_ids = np.concatenate([one.row_ids for one in opened])
+    mine = np.argsort(row_ids, kind="stable")[shard::num_shards]
+    starts = np.cumsum([0, *(len(one.order) for one in opened)])
+    source = np.searchsorted(starts, mine, side="right") - 1
+    slots = np.concatenate([one.order.numpy() for one in opened])[mine]
+    for first in range(0, len(mine), _BLOCK_ROWS):
+        yield np.stack([source, slots], 1)[first : first + _BLOCK_ROWS]
 
 
 def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -453,7 +446,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
     row at such a cut may belong to another shard.
     """
     storage: Any = one.buffer.storage
-    for first in range(0, one.rows, _BLOCK_ROWS):
+    for first in range(0, len(one.order), _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
         columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
         column = columns[key.key].index_select(0, slots)
@@ -467,7 +460,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
             yield slots[start : last + 1][mine[start : last + 1]], streams
             start = last + 1
         yield slots[start:][mine[start:]], None
-    if one.rows:
+    if len(one.order):
         yield one.order[:0], True
 
 
