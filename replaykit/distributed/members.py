@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from replaykit.distributed.protocol import (
     ShardDied,
@@ -22,10 +22,12 @@ from replaykit.distributed.protocol import (
 )
 from replaykit.distributed.requests import Reply
 from replaykit.distributed.shard_pacing import PaceKeeper
-from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
+
+if TYPE_CHECKING:
+    from replaykit.distributed.shards import AnySupervisor, Shard
 
 Sent: TypeAlias = tuple[int, Reply]
 """A message under way: the incarnation of the shard, and the future answer."""

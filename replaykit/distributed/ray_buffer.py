@@ -156,20 +156,9 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return self._invoke("extend", (data,), keywords)
 
     def add_async(self, data: Any, **keywords: Any) -> RemoteResult:
-        """Send one row to be stored; do not wait.
-
-        Returns:
-            A future with the result or error of ``add``. If the caller does not ask the future for
-            its result, the next write, ``flush`` or ``close`` raises the error.
-        """
         return self._put("add", data, keywords)
 
     def extend_async(self, data: Any, **keywords: Any) -> RemoteResult:
-        """Send a batch to be stored, like ``add_async``; do not wait.
-
-        If more than 16 messages are unanswered, the call waits for the answer to the oldest
-        message.
-        """
         return self._put("extend", data, keywords)
 
     def flush(self) -> Any:
@@ -223,16 +212,6 @@ class RayReplayBufferClient(Forwarding[DataT]):
         include_info: bool | None = None,
         **keywords: Any,
     ) -> RemoteResult:
-        """Request a batch without waiting for it.
-
-        Use ``await`` or ``result()`` to get the batch. With ``prefetch``, the result is a batch
-        under way, as for ``sample``.
-
-        Example::
-
-            first, second = rb.sample_async(), rb.sample_async()
-            batch = first.result()   # or: await first
-        """
         self._write_queue.send()
         if _is_plain(batch_size, return_info, include_info) and not keywords:
             if self._samples is not None:

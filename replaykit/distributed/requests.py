@@ -209,7 +209,7 @@ class RemoteResult:
     def __init__(self, reply: Reply | Taken, pick: Callable[[Any], Any] | None = None) -> None:
         self._reply, self._pick = reply, pick
         self._found: list[Any] = []
-        self._seen = False  # whether the caller has received the result or error
+        self._seen = False  # True once the caller has received the result or error
 
     @property
     def ref(self) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.deliver import merged, shaped
+from replaykit.buffer.source import DrawnRows, Later
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
 from replaykit.distributed.requests import NoAnswer, Reply, Taken
@@ -80,7 +81,7 @@ class Draws:
         *,
         generations: bool = False,
     ) -> None:
-        self.members, self.law, self._max_age = members, law, max_age
+        self.members, self.law, self.max_age = members, law, max_age
         self.given, self.generations = given, generations
 
     @property
@@ -90,7 +91,7 @@ class Draws:
 
     def refresh(self, batch_size: int) -> None:
         """Request new masses from shards whose masses are too old for a draw."""
-        self.members.refresh(self.law.terms(batch_size), self._max_age)
+        self.members.refresh(self.law.terms(batch_size), self.max_age)
 
     def begun(self, batch_size: int) -> Pending:
         """Request a batch from the shards; return the pending batch.
@@ -342,6 +343,21 @@ def take_batch(client: ShardedClient, size: int) -> Taken | Pending:
     return client._ahead.take() if _is_ahead(client, size) else client._draws.begun(size)
 
 
+def drop_ahead(client: ShardedClient) -> None:
+    """Drop the batches under way, and roll back their random numbers."""
+    dropped = [one for one in client._ahead.drop() if one.before is not None]
+    if dropped:
+        dropped[0].undo(dropped[-1])
+
+
+def generator_state(client: ShardedClient) -> torch.Tensor | None:
+    """Return the state of the generator before the draws of the batches under way."""
+    if client.generator is None:
+        return None
+    drawn = [one.before for one in client._ahead.under_way() if one.before is not None]
+    return drawn[0] if drawn else client.generator.get_state()
+
+
 def _is_ahead(client: ShardedClient, size: int) -> bool:
     """Return whether batches of this size are prefetched."""
     return client._ahead.depth > 0 and size == client.batch_size
@@ -409,6 +425,26 @@ class PacedSample(Reply):
             except RateLimiterTimeout:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def request_parts(client: ShardedClient, rows: list[int], seed: int) -> Later:
+    """Request parts of a mixture's batch; see ``BufferHandle._ask_part``."""
+    draws, seeded = client._draws, torch.Generator().manual_seed(seed)
+    draws = Draws(draws.members, draws.law, draws.max_age, seeded, generations=True)
+    asked = [(count, draws.begun(count)) for count in rows]
+    return Later(lambda timeout: ([_filled(*one, timeout) for one in asked], None))
+
+
+def _filled(count: int, pending: Pending, timeout: float | None) -> DrawnRows:
+    """Wait for a part of a mixture's batch; raise ValueError if it has another number of rows."""
+    piece = DrawnRows(*pending.get(timeout))
+    found = len(piece.info["index"])
+    if found != count:
+        raise ValueError(
+            f"expected {count} rows, got {found}: windows of different lengths do not fill a part "
+            "of a batch; use strict ones, or pad_output=True"
+        )
+    return piece
 
 
 # -- merging ---------------------------------------------------------------------------------------
@@ -501,14 +537,25 @@ def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
     return importance_weights(value, least, sampler.beta, sampler.dtype)
 
 
-def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
-    """Return a batch in the shape that the sampler requires.
+def finished(
+    sampler: Sampler,
+    size: int,
+    return_info: bool,
+    merge: bool,
+    drawn: tuple[Any, dict[Any, Any]],
+    ticket: ShardTicket | None = None,
+) -> Any:
+    """Return the result of a call for ``size`` rows, and count it for the rate limiter.
 
     ``merge``: whether to add the information about the rows to the batch.
     """
+    data, info = drawn
+    count = len(info["index"])
     if merge:
         data = merged(data, info, 0)
-    shape = sampler.shape_of(info["index"].shape[0])
+    shape = sampler.shape_of(count)
     if shape is not None and is_tensordict(data):
-        data = shaped(data, info["index"].shape[0], shape)
-    return data
+        data = shaped(data, count, shape)
+    if ticket is not None:
+        ticket.sampled(min(size, count))
+    return (data, info) if return_info else data

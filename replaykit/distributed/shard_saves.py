@@ -33,6 +33,7 @@ from replaykit.distributed.shard_config import (
     rows_of,
     scattered,
 )
+from replaykit.distributed.shard_draws import drop_ahead, generator_state
 from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
@@ -150,7 +151,7 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
             client._tickets.keeper.load(head.pace, client._members.reports())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
-    client._drop_ahead()
+    drop_ahead(client)
     if head.generator is not None and client.generator is not None:
         client.generator.set_state(head.generator.clone())
     client._members.supervisor.replace(None if head.layout is None else from_json(head.layout))
@@ -174,7 +175,7 @@ def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, i
         client.num_shards,
         _key(client),
         dealt,
-        client._generator_state(),
+        generator_state(client),
         None if layout is None else layout.to_json(),
     )
 

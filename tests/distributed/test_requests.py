@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from replaykit import PrioritizedSampler, RandomSampler, SliceSampler
 from replaykit.distributed.requests import Reply, RequestQueue
+from replaykit.distributed.shard_draws import generator_state
 from replaykit.sharding import ShardSilent
 from tests.distributed.laws import episodes, running
 from tests.distributed.stand_in import Ray
@@ -254,7 +255,7 @@ def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:
         rb.extend(episodes([8, 8]))
     assert alike(ahead.sample(), plain.sample())
     ahead.dumps(tmp_path)
-    other = pickle.loads(pickle.dumps(ahead._generator_state()))
+    other = pickle.loads(pickle.dumps(generator_state(ahead)))
     expected = [plain.sample() for _ in range(2)]
     assert alike(ahead.sample(), expected[0])
     ahead.loads(tmp_path)
