@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 from typing_extensions import Self
 
 from replaykit._ray import ray_module
-from replaykit.distributed.protocol import Message, unpack
+from replaykit.distributed.protocol import Message, ShardSilent, unpack
 from replaykit.errors import ActorLost
 from replaykit.pace import checked_timeout
 
@@ -96,7 +96,7 @@ class Reply:
     thread, each with a separate timeout. If the answer is late, the next ``get`` continues. Any
     other error is the answer, even a TimeoutError of the call. ``_lock`` guards the answer.
 
-    Subclasses override ``_take`` and ``is_ready``, to make the answer from several messages.
+    Subclasses override ``_take`` and ``is_ready``, to make the answer in other ways.
 
     Args:
         ref: the object reference, or None if the message has not been sent yet.
@@ -206,7 +206,7 @@ class RemoteResult:
         ...         update(batch)
     """
 
-    def __init__(self, reply: Reply | Taken, pick: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, reply: Reply, pick: Callable[[Any], Any] | None = None) -> None:
         self._reply, self._pick = reply, pick
         self._found: list[Any] = []
         self._seen = False  # True once the caller has received the result or error
@@ -390,8 +390,8 @@ class RequestQueue:
             return [reply for _, reply in dropped]
 
 
-class Taken:
-    """The answer to a request sent in advance, with the methods of a `Reply`.
+class Taken(Reply):
+    """The answer to a request sent in advance.
 
     A request may fail because it was sent too early. A failed request is replaced by the next
     request, and finally by a request that is sent after the take. Only the error of that final
@@ -401,21 +401,18 @@ class Taken:
         entry: the request that currently provides the answer.
     """
 
+    _late = (NoAnswer, ShardSilent)
+
     def __init__(self, ahead: RequestQueue, entry: _Entry, before: int) -> None:
+        super().__init__()
         self._ahead, self._before = ahead, before
         self.entry = entry
-
-    @property
-    def known(self) -> bool:
-        """Return whether the answer has been read."""
-        return self.entry[1].known
 
     def sent(self) -> Any:
         """Return the object reference of the current request."""
         return self.entry[1].sent()
 
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the batch; raise TimeoutError if it does not arrive in time."""
+    def _take(self, timeout: float | None) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             entry = self.entry

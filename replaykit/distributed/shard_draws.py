@@ -17,7 +17,7 @@ from replaykit.buffer.deliver import merged, shaped
 from replaykit.buffer.source import DrawnRows, Later
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
-from replaykit.distributed.requests import NoAnswer, Reply, Taken
+from replaykit.distributed.requests import NoAnswer, Reply
 from replaykit.distributed.shard_config import DrawLaw, rows_of, scattered
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
 from replaykit.pace import SAMPLE
@@ -337,7 +337,7 @@ def _admitted(client: ShardedClient, ticket: ShardTicket, size: int) -> Pending 
     return asked if at_once else None
 
 
-def take_batch(client: ShardedClient, size: int) -> Taken | Pending:
+def take_batch(client: ShardedClient, size: int) -> Reply:
     """Return a batch under way, which may have been requested before."""
     client._draws.refresh(size)
     return client._ahead.take() if _is_ahead(client, size) else client._draws.begun(size)
@@ -384,11 +384,11 @@ class PacedSample(Reply):
         super().__init__()
         self._client, self._size, self._made = client, size, made
         self._asking = threading.Lock()
-        self._asked: Taken | Pending | None = None
+        self._asked: Reply | None = None
         if _enough(client):
             self._batch()
 
-    def _batch(self) -> Taken | Pending:
+    def _batch(self) -> Reply:
         """Return the batch under way; request it if necessary."""
         with self._asking:
             if self._asked is None:
