@@ -364,9 +364,15 @@ def _forwarded(name: str, original: Any) -> Callable[..., Any]:
 
 
 def _forwarded_property(name: str) -> property:
+    original = getattr(ReplayBuffer, name)
+
+    def change(self: Any, value: Any) -> None:
+        self._apply(setattr, name, value).result()
+
     return property(
         lambda self: self._read(name),
-        doc=f"{_first_line(getattr(ReplayBuffer, name))} An object is returned as a copy.",
+        change if original.fset else None,
+        doc=f"{_first_line(original)} An object is returned as a copy.",
     )
 
 
@@ -496,15 +502,6 @@ class Forwarding(Handle[DataT]):
     @checkpointer.setter
     def checkpointer(self, value: object) -> None:
         check_no_checkpointer(value)
-
-    @property
-    def dim_extend(self) -> int:
-        """The time dimension of written data. It cannot be changed later."""
-        return int(self._read("dim_extend"))
-
-    @dim_extend.setter
-    def dim_extend(self, value: int) -> None:
-        self._apply(setattr, "dim_extend", value).result()
 
     # -- for loaders and ensembles ------------------------------------------------------------
 

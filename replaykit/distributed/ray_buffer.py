@@ -224,7 +224,12 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return Reply(self._method("sample", "sampling").remote())
 
     def _request_ahead(self, count: int) -> list[Reply]:
-        return _replies(self._method(f"sample_{count}", "ahead", count).remote(), count)
+        return self._request("sample", "ahead", count)
+
+    def _request(self, name: str, threads: str, count: int, *args: Any) -> list[Reply]:
+        """Send one message for several results; return a reply for each."""
+        refs = self._method(f"{name}_{count}", threads, count).remote(*args)
+        return [Reply(ref) for ref in (refs if count > 1 else [refs])]
 
     def next(self) -> DataT | None:
         """Return the next batch of the buffer's iteration, or None at its end.
@@ -242,19 +247,12 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return batch
 
     def _begin_pass(self, number: int) -> None:
-        self._pass = number
+        self._pass, ahead = number, self._depth > 0
         self._steps = RequestQueue(
-            lambda count: self._request_steps(number, count), self._depth, together=self._together
+            lambda count: self._request("step", "stepping", count, self._name, number, ahead),
+            self._depth,
+            together=self._together,
         )
-
-    def _request_steps(self, number: int, count: int) -> list[Reply]:
-        method = self._method("step" if count == 1 else f"step_{count}", "stepping", count)
-        return _replies(method.remote(self._name, number, self._depth > 0), count)
-
-
-def _replies(refs: Any, count: int) -> list[Reply]:
-    """Return the replies to a message, for which Ray returns one or more references."""
-    return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
 
 
 def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | None) -> bool:
