@@ -211,32 +211,25 @@ def send_rows(
     if not len(rows):
         return in_thread(client, lambda: made(_NOTHING))
     keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
-    if keeper is None:
-        _agree(client, rows)
-        written = _dealt(client, rows, priorities)
-        return in_thread(client, lambda: made(written()))
-    refusal = keeper.limiter.never(INSERT, len(rows), 0)
-    if refusal is not None:
+    if keeper is not None and (refusal := keeper.limiter.never(INSERT, len(rows), 0)) is not None:
         raise ValueError(f"{refusal}: {keeper.limiter!r}")
     _agree(client, rows)
-    leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
-    copied = Rows(rows.root, leaves, rows.batch)
-    given = None if priorities is None else priorities.clone()
+    count, written = len(rows), _dealt(client, rows, priorities)
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
-            assert ticket is not None
-            try:
-                ticket.admit(len(copied), 0.0)
-            except RateLimiterTimeout:
-                write_queue.held_up = True
+            if ticket is not None:
                 try:
-                    ticket.admit(len(copied))
-                finally:
-                    write_queue.held_up = False
-            return made(_dealt(client, copied, given)())
+                    ticket.admit(count, 0.0)
+                except RateLimiterTimeout:
+                    write_queue.held_up = True
+                    try:
+                        ticket.admit(count)
+                    finally:
+                        write_queue.held_up = False
+            return made(written())
 
-    return in_thread(client, deliver, paced=True)
+    return in_thread(client, deliver, paced=keeper is not None)
 
 
 def in_thread(
