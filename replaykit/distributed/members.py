@@ -301,13 +301,10 @@ def check_on_loss(on_loss: object) -> None:
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
 
-_FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()
-
-
 class Tickets:
     """The factory of tickets for a client's calls. Thread-safe.
 
-    Without a rate limiter, its methods return empty contexts and no call waits.
+    Without a rate limiter, no call waits.
 
     Attributes:
         keeper: the counter for all clients, or None without a rate limiter.
@@ -316,14 +313,9 @@ class Tickets:
     def __init__(self, members: ShardMembers) -> None:
         self._members, self.keeper = members, members.supervisor.pace
 
-    def ticket(
-        self, side: int, timeout: float | None
-    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+    def ticket(self, side: int, timeout: float | None) -> ShardTicket:
         """Return the ticket of a write or sample that waits at most ``timeout`` seconds."""
-        timeout = checked_timeout(timeout)
-        return (
-            _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)
-        )
+        return ShardTicket(self._members, self.keeper, side, checked_timeout(timeout))
 
     def may_sample(self, count: int) -> bool:
         """Return whether a sample would not wait."""
@@ -347,18 +339,21 @@ class ShardTicket:
     of the shards that the client knows.
 
     Attributes:
-        keeper: the counter that gives the right.
-        until: the time at which the call stops waiting, or None if it waits without a limit.
+        keeper: the counter that gives the right, or None if every call has it.
+        until: the time at which the call stops waiting for the right, or None if it waits without a
+            limit.
+        sampled: the number of delivered samples.
     """
 
     def __init__(
-        self, members: ShardMembers, keeper: PaceKeeper, side: int, timeout: float | None
+        self, members: ShardMembers, keeper: PaceKeeper | None, side: int, timeout: float | None
     ) -> None:
         self._members, self.keeper, self._side = members, keeper, side
-        self._timeout = timeout
-        self.until = None if timeout is None else time.monotonic() + timeout
+        self.until: float | None = None
+        if timeout is not None and keeper is not None:
+            self.until = time.monotonic() + timeout
         self._right: tuple[Any, int] | None = None
-        self._sampled = 0
+        self.sampled = 0
 
     def admit(self, count: int, timeout: float | None = None) -> bool:
         """Wait for the right; return whether it was available at once.
@@ -368,21 +363,19 @@ class ShardTicket:
         Args:
             timeout: seconds to wait, or None for the time that the call has left.
         """
+        if self.keeper is None:
+            return True
         if timeout is None and self.until is not None:
             timeout = max(0.0, self.until - time.monotonic())
         name, at_once = self.keeper.admit(self._side, count, timeout)
         self._right = name, count
         return at_once
 
-    def sampled(self, count: int) -> None:
-        """Record the number of delivered samples."""
-        self._sampled = count
-
     def __enter__(self) -> ShardTicket:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._right is not None:
+        if self.keeper is not None and self._right is not None:
             name, count = self._right
             counts = self._members.reports()
-            self.keeper.end(name, self._side, count, self._sampled, counts)
+            self.keeper.end(name, self._side, count, self.sampled, counts)

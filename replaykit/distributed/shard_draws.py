@@ -308,7 +308,7 @@ _Made: TypeAlias = Callable[[tuple[Any, dict[Any, Any]], ShardTicket | None], An
 def sample_rows(client: ShardedClient, size: int, timeout: float | None, made: _Made) -> Any:
     """Draw a batch as soon as a rate limiter admits it; see ``ShardedClient.sample``."""
     with client._tickets.ticket(SAMPLE, timeout) as ticket:
-        batch = None if ticket is None else _admitted(client, ticket, size)
+        batch = _admitted(client, ticket, size)
         if batch is None:
             client._draws.refresh(size)
             if _is_ahead(client, size):
@@ -325,7 +325,8 @@ def _admitted(client: ShardedClient, ticket: ShardTicket, size: int) -> Pending 
     written meanwhile.
     """
     asked = None
-    if ticket.keeper.far and not _is_ahead(client, size) and _enough(client):
+    far = ticket.keeper is not None and ticket.keeper.far
+    if far and not _is_ahead(client, size) and _enough(client):
         client._draws.refresh(size)
         asked = client._draws.begun(size)
     at_once = False
@@ -407,7 +408,6 @@ class PacedSample(Reply):
     def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
         """Return the result of the call, after at most ``held_up`` seconds of delay."""
         with self._client._tickets.ticket(SAMPLE, held_up) as ticket:
-            assert ticket is not None
             ticket.admit(self._size)
             return self._made(self._batch().get(timeout), ticket)
 
@@ -557,5 +557,5 @@ def finished(
     if shape is not None and is_tensordict(data):
         data = shaped(data, count, shape)
     if ticket is not None:
-        ticket.sampled(min(size, count))
+        ticket.sampled = min(size, count)
     return (data, info) if return_info else data

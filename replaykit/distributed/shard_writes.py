@@ -186,12 +186,11 @@ def write_rows(
     """Store rows and return their index; see ``ShardedClient.extend``."""
     client._check_open()
     with client._tickets.ticket(INSERT, timeout) as ticket:
-        client._write_queue.flush(None if ticket is None else ticket.until)
+        client._write_queue.flush(ticket.until)
         rows, priorities = _checked(client, data, single, update_priority)
         if not len(rows):
             return _NOTHING
-        if ticket is not None:
-            ticket.admit(len(rows))
+        ticket.admit(len(rows))
         _agree(client, rows)
         return _dealt(client, rows, priorities)()
 
@@ -218,15 +217,14 @@ def send_rows(
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
-            if ticket is not None:
+            try:
+                ticket.admit(count, 0.0)
+            except RateLimiterTimeout:
+                write_queue.held_up = True
                 try:
-                    ticket.admit(count, 0.0)
-                except RateLimiterTimeout:
-                    write_queue.held_up = True
-                    try:
-                        ticket.admit(count)
-                    finally:
-                        write_queue.held_up = False
+                    ticket.admit(count)
+                finally:
+                    write_queue.held_up = False
             return made(written())
 
     return in_thread(client, deliver, paced=keeper is not None)
