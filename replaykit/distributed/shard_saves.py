@@ -77,13 +77,12 @@ def _save(client: ShardedClient, folder: Path) -> None:
     try:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
-            pace = _pace(client)
+            common = _common_state(client, dealt)
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
                 raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
-        common = _common_state(client, dealt)
-        head = SavedHead(*common, token, [one.rows for one in facts], pace=pace)
+        head = SavedHead(**common, save=token, rows=[one.rows for one in facts])
         save_checkpoint(
             folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
         )
@@ -164,29 +163,24 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
     with _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
-        pace = _pace(client)
-    return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
+        common = _common_state(client, dealt)
+    return encode_state(ShardsState(**common, shards=shards))
 
 
-def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
-    """Return the fields of a `ClientState`, without the counts of the rate limiter."""
-    layout = client._members.supervisor.agree(None)
-    return (
-        client.num_shards,
-        _key(client),
-        dealt,
-        generator_state(client),
-        None if layout is None else layout.to_json(),
-    )
-
-
-def _pace(client: ShardedClient) -> dict[str, int] | None:
-    """Return the counts of the rate limiter while no write is admitted.
+def _common_state(client: ShardedClient, dealt: int) -> dict[str, Any]:
+    """Return the fields of a `ClientState` while no write is admitted.
 
     The client has just received the counts of all shards.
     """
-    keeper = client._tickets.keeper
-    return None if keeper is None else keeper.state(client._members.reports())
+    layout, keeper = client._members.supervisor.agree(None), client._tickets.keeper
+    return {
+        "num_shards": client.num_shards,
+        "shard_key": _key(client),
+        "dealt": dealt,
+        "generator": generator_state(client),
+        "layout": None if layout is None else layout.to_json(),
+        "pace": None if keeper is None else keeper.state(client._members.reports()),
+    }
 
 
 def load_state(client: ShardedClient, state: Any) -> None:
@@ -307,9 +301,9 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
         members.receive(shard, members.send(shard, "let_through", token, writes))
     until = time.monotonic() + _DRAIN_S
     left = dict(missing)
-    while left:
-        for shard, writes in missing.items():
-            if shard in left and members.receive(shard, members.send(shard, "has_all", writes)):
+    while True:
+        for shard, writes in list(left.items()):
+            if members.receive(shard, members.send(shard, "has_all", writes)):
                 del left[shard]
         if not left:
             return

@@ -227,19 +227,16 @@ class ShardedClient(Handle[DataT]):
             "prefetch_queue_size": len(self._ahead),
             "initialized": True,
             "utilization": total["size"] / total["capacity"] if total["capacity"] else 0.0,
-            "shards": [
-                found[shard]["size"] if shard in found else None for shard in range(self.num_shards)
-            ],
+            "shards": [found.get(shard, {}).get("size") for shard in range(self.num_shards)],
             "rows_lost": sum(loss.rows for loss in losses),
             "restarts": len(losses),
             **({} if self._tickets.keeper is None else self._tickets.keeper.stats()),
         }
 
     def __repr__(self) -> str:
-        key = self._settings.shard_key
         return (
             f"{type(self).__name__}(num_shards={self.num_shards}, sampler={self._sampler!r}, "
-            f"batch_size={self.batch_size}, shard_key={key!r})"
+            f"batch_size={self.batch_size}, shard_key={self._settings.shard_key!r})"
         )
 
     # -- writing ------------------------------------------------------------------------------
@@ -291,14 +288,11 @@ class ShardedClient(Handle[DataT]):
 
         Example:
             >>> import torch
-            >>> from tensordict import TensorDict
             >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
             >>> with ShardedReplayBuffer(num_shards=3, storage=lambda: LazyTensorStorage(10),
             ...                          backend="local") as rb:
-            ...     rb.extend(TensorDict({"x": torch.arange(5) * 10}, [5]))
-            ...     rb[3]["x"]
-            tensor([0, 1, 2, 3, 4])
-            tensor(30)
+            ...     rb.extend(torch.arange(5) * 10), rb[3]
+            (tensor([0, 1, 2, 3, 4]), tensor(30))
         """
         return write_rows(self, data, update_priority=update_priority, timeout=timeout)
 
@@ -608,9 +602,7 @@ class ShardedClient(Handle[DataT]):
         on_loss: Callable[[ShardLoss], None] | None = None,
         prefetch: int = 0,
     ) -> ShardedClient[DataT]:
-        """Return another handle.
-
-        It can be pickled if the shards are in actors.
+        """Return another handle, which can be pickled if the shards are in actors.
 
         Args:
             generator: the random generator of the handle's draws, or None for torch's global

@@ -202,7 +202,7 @@ class WriteQueue:
         try:
             self.send()
         except Exception as error:
-            self._store_error(error)
+            self._failed.append(error)
         self._wait(0, until)
         with self._lock:
             failed, unanswered = list(self._failed), len(self._under_way)
@@ -270,10 +270,6 @@ class WriteQueue:
         if self._reply is None and not self._under_way and not self._failed:
             _PENDING.pop(id(self), None)
 
-    def _store_error(self, error: Exception) -> None:
-        with self._lock:
-            self._failed.append(error)
-
     def _raise_failed(self) -> None:
         """Raise the oldest error that no caller has received.
 
@@ -293,7 +289,7 @@ class WriteQueue:
         try:
             self.send()
         except Exception as error:
-            self._store_error(error)
+            self._failed.append(error)
 
 
 def _outcome(position: int, outcomes: list[tuple[bool, Any]]) -> Any:
