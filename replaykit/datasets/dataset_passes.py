@@ -296,13 +296,12 @@ def preprocess_rows(
             return map(job.run, some)
         processes = WorkerPool(
             job.run,
-            some,
-            workers,
+            min(workers, -(-source.rows // step)),
             threads=worker_threads,
             start_method=mp_start_method,
             max_tasks=max_tasks_per_child,
         )
-        return stack.enter_context(processes).answers()
+        return stack.enter_context(processes).results(some)
 
     with target_lock(target):
         recover(target)
