@@ -66,7 +66,9 @@ class Worker:
         An error in the job is raised to the caller, with the worker's traceback as its cause.
         """
         alive = True
-        while alive and not self.connection.poll():
+        while not self.connection.poll():
+            if not alive:  # another process may have the pipe, so that its end cannot be read
+                raise self.death()
             # The order matters, because a worker may answer and die between the two calls.
             alive = self.process.is_alive()
             wait([self.connection, self.process.sentinel], POLL)

@@ -20,6 +20,14 @@ def who(piece: Piece) -> tuple[Piece, int]:
     return piece, os.getpid()
 
 
+def die(piece: Piece) -> None:
+    """Leaves a process with the worker's pipes, so that their ends do not show its death."""
+    if not os.fork():
+        time.sleep(12)
+        os._exit(0)
+    os._exit(3)
+
+
 class RuleFinding:
     """Leaves a file for each piece that was begun, and ends with the file of its number."""
 
@@ -83,3 +91,8 @@ def test_workers_do_not_run_far_ahead(tmp_path):
         time.sleep(0.2)
         assert len(list(tmp_path.iterdir())) < len(PIECES)
         assert sorted([first, *results]) == PIECES
+
+
+def test_death_is_noticed_while_another_process_has_the_pipes():
+    with WorkerPool(die, 1) as pool, pytest.raises(RuntimeError, match="with exit code 3"):
+        pool.submit(PIECES[0]).result(timeout=9)
