@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from replaykit.datasets.column_files import (
     EPISODE_DIRECTORY,
@@ -51,8 +52,8 @@ from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.engine.write_files import (
     WrittenFile,
     condense,
+    has_rows_of,
     store_once,
-    unchanged_episodes,
     without_episodes,
     write_files,
 )
@@ -290,11 +291,10 @@ def _convert(
                 f"copies={options.policies.copies!r}: copies of episodes cannot be recognized if "
                 'all observations are left out; keep observations, or pass copies="keep"'
             )
-        kept = None if made is None else unchanged_episodes(made.plan, plan)
-        if made is not None and kept is not None:
+        if made is not None and has_rows_of(made.plan, plan, made.kept):
             unfinished.forget()
             columns, written = without_episodes(
-                directory, made.columns, made.written, made.plan, plan, kept
+                directory, made.columns, made.written, made.plan, plan, made.kept
             )
             notes.extend(made.notes)
             break
@@ -328,7 +328,8 @@ def _convert(
         for position, why in bad.items():
             episode = plan.episodes[position]
             excluded[episode.file, episode.group, episode.base] = why
-        made = _Made(plan, columns, written, found)
+        kept = np.delete(np.arange(len(plan.episodes)), list(bad))
+        made = _Made(plan, kept, columns, written, found)
     first = Location(sources.files[0].path, sources.files[0].name)
     policies = options.policies
     if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
@@ -383,6 +384,7 @@ class _Made:
     """Columns that were written before it was known which episodes to leave out."""
 
     plan: Plan
+    kept: npt.NDArray[np.int64]
     columns: Mapping[Key, ColumnOutput]
     written: WrittenFile
     notes: RuleFindings

@@ -172,25 +172,28 @@ class Spans:
         return int(np.asarray(self._records).sum())
 
 
-_CODES: Final = {
-    "file": "i",
-    "number": "q",
-    "base": "q",
-    "records": "q",
-    "rows": "q",
-    "start": "q",
-    "is_open": "b",
-    "source_seed": "q",
-    "success": "b",
-    "terminated": "b",
-}
-"""The columns, with the type codes of `array.array`."""
+_EPISODE: Final = np.dtype(
+    [
+        ("number", np.int64),
+        ("base", np.int64),
+        ("records", np.int64),
+        ("rows", np.int64),
+        ("start", np.int64),
+        ("source_seed", np.int64),
+        ("file", np.int32),
+        ("success", np.int8),
+        ("terminated", np.int8),
+        ("is_open", np.bool_),
+    ],
+    align=True,
+)
+"""The stored values of a `SourceEpisode` and its facts."""
 _UNKNOWN: Final = -1
 """The value that represents ``None`` in the column ``terminated``."""
 
 
 class SourceEpisodes:
-    """The episodes of a plan, in order, stored as columns.
+    """The episodes of a plan, in order, as one NumPy record each.
 
     `column` returns a column. Access by position or iteration creates `SourceEpisode` objects.
 
@@ -202,48 +205,33 @@ class SourceEpisodes:
     def __init__(self, spans: Spans, *, is_whole: bool) -> None:
         self.spans = spans
         self.is_whole = is_whole
-        self._columns = {name: array(code) for name, code in _CODES.items()}
+        self._values = bytearray()
         # The key is the file. The dictionary is almost always empty.
         self._within: dict[int, int] = {}
 
     def append(self, episode: SourceEpisode) -> None:
         """Append an episode, before its span is appended."""
-        columns, facts = self._columns, episode.facts
-        columns["file"].append(episode.file)
-        columns["number"].append(episode.number)
-        columns["base"].append(episode.base)
-        columns["records"].append(episode.records)
-        columns["rows"].append(episode.rows)
-        columns["start"].append(episode.start)
-        columns["is_open"].append(episode.is_open)
-        columns["source_seed"].append(facts.source_seed)
-        columns["success"].append(facts.success)
-        said = facts.terminated
-        columns["terminated"].append(_UNKNOWN if said is None else said)
-        if episode.within:
-            self._within[episode.file] = episode.within
+        values = {**episode._asdict(), **vars(episode.facts)}
+        if values["terminated"] is None:
+            values["terminated"] = _UNKNOWN
+        self.extend(values, {episode.file: episode.within})
 
-    def extend(
-        self, columns: Mapping[str, npt.NDArray[Any]], facts: SourceFacts, within: Mapping[int, int]
-    ) -> None:
+    def extend(self, columns: Mapping[str, Any], within: Mapping[int, int]) -> None:
         """Append episodes, before their span is appended.
 
         Args:
-            columns: the values of `column` for them, except ``source_seed`` and ``success``.
-            facts: the information that all the episodes share, without the reason of their ends.
+            columns: the values of each `column`, or one value for all episodes.
             within: the first record of each file in its arrays, by file.
         """
-        count = len(columns["file"])
-        same = {"source_seed": facts.source_seed, "success": facts.success}
-        for name, code in _CODES.items():
-            values = columns[name] if name in columns else np.full(count, same[name])
-            self._columns[name].frombytes(values.astype(np.dtype(code), copy=False).tobytes())
+        added = np.empty(np.size(columns["file"]), _EPISODE)
+        for name in _EPISODE.names or ():
+            added[name] = columns[name]
+        self._values += added.tobytes()
         self._within.update({file: start for file, start in within.items() if start})
 
     def cut(self, count: int) -> None:
         """Remove all episodes but the first ``count``."""
-        for column in self._columns.values():
-            del column[count:]
+        del self._values[count * _EPISODE.itemsize :]
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a column of all episodes, ``[E]``, without a copy.
@@ -251,48 +239,27 @@ class SourceEpisodes:
         ``terminated`` has the values from `SourceFacts`, with -1 for ``None``. No episode can be
         added while the array is in use.
         """
-        found = np.asarray(self._columns[name])
-        return found.view(np.bool_) if name == "is_open" else found
+        return np.frombuffer(self._values, _EPISODE)[name]
 
     def __len__(self) -> int:
-        return len(self._columns["file"])
+        return len(self._values) // _EPISODE.itemsize
 
     def __getitem__(self, position: int) -> SourceEpisode:
-        at = position + len(self) if position < 0 else position
-        values = {name: column[at] for name, column in self._columns.items()}
-        return self._made(self.spans.groups[self.spans.of_episode(at)], **values)
+        at = range(len(self))[position]
+        record = np.frombuffer(self._values, _EPISODE)[at].item()
+        values = dict(zip(_EPISODE.names or (), record, strict=True))
+        seed, success = values.pop("source_seed"), values.pop("success")
+        said = values.pop("terminated")
+        return SourceEpisode(
+            group=self.spans.groups[self.spans.of_episode(at)],
+            is_whole=self.is_whole,
+            facts=SourceFacts(seed, success, None if said == _UNKNOWN else bool(said)),
+            within=self._within.get(values["file"], 0),
+            **values,
+        )
 
     def __iter__(self) -> Iterator[SourceEpisode]:
-        for begin in range(0, len(self), _TOGETHER):
-            some = {name: column[begin : begin + _TOGETHER].tolist()
-                    for name, column in self._columns.items()}  # fmt: skip
-            span = self.spans.of_episode(begin)
-            stop, group = self.spans[span].stop, self.spans.groups[span]
-            for at, values in enumerate(zip(*some.values(), strict=True), begin):
-                if at == stop:
-                    span += 1
-                    stop, group = self.spans[span].stop, self.spans.groups[span]
-                yield self._made(group, *values)
-
-    def _made(
-        self,
-        group: str,
-        file: int,
-        number: int,
-        base: int,
-        records: int,
-        rows: int,
-        start: int,
-        is_open: int,
-        source_seed: int,
-        success: int,
-        terminated: int,
-    ) -> SourceEpisode:
-        said = None if terminated == _UNKNOWN else bool(terminated)
-        return SourceEpisode(
-            file, group, number, base, records, rows, start, bool(is_open), self.is_whole,
-            SourceFacts(source_seed, success, said), self._within.get(file, 0),
-        )  # fmt: skip
+        return (self[position] for position in range(len(self)))
 
     def names(self) -> Iterator[str]:
         """Yield the names of the episodes."""

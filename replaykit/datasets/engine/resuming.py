@@ -254,7 +254,7 @@ def plan_digest(plan: Plan) -> str:
     digest.update(repr(column_specs(plan)).encode())
     digest.update(repr(sorted(plan.spans.by_file().items())).encode())
     for name in ("file", "number", "base", "records", "rows", "start", "is_open", "terminated"):
-        digest.update(plan.episodes.column(name).data)
+        digest.update(plan.episodes.column(name).tobytes())
     return digest.hexdigest()
 
 

@@ -59,7 +59,8 @@ class EpisodeRows:
     def of(cls, episodes: SourceEpisodes, first: int, stop: int) -> EpisodeRows:
         """Return the records and rows of episodes ``first .. stop - 1`` of a plan."""
         names = ("base", "records", "start", "rows", "is_open")
-        return cls(*(episodes.column(name)[first:stop] for name in names))
+        columns = (episodes.column(name)[first:stop] for name in names)
+        return cls(*map(np.ascontiguousarray, columns))
 
     def __len__(self) -> int:
         return len(self.bases)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from replaykit.datasets.engine.conversion_report import skipped_lines
 from replaykit.datasets.engine.episode_finders import EpisodeRefs, Segments
@@ -56,7 +55,7 @@ def flat_episodes(
     starts: Sequence[int],
     excluded: Excluded,
     row: int,
-) -> tuple[dict[str, npt.NDArray[Any]], list[Skipped]]:
+) -> tuple[dict[str, Any], list[Skipped]]:
     """Return columns of the episodes that give rows, and a list of the other episodes.
 
     Args:
@@ -364,7 +363,8 @@ class _Scan:
                     refs, layout, self.policies.last_steps, unit, starts, self.excluded, rows
                 )
                 self.skipped.extend(left_out)
-                self.episodes.extend(columns, facts, dict(zip(unit, starts, strict=True)))
+                columns |= {"source_seed": facts.source_seed, "success": facts.success}
+                self.episodes.extend(columns, dict(zip(unit, starts, strict=True)))
                 rows += int(columns["rows"].sum())
             elif episode := self._episode(
                 index, file, group, int(refs.numbers[at]), leaves, records, facts

@@ -19,7 +19,7 @@ from replaykit.datasets.column_files import ColumnOutput, ColumnSpec, create_col
 from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.engine.layout import DropLeaves
 from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.engine.plan import Plan, SourceEpisode, column_specs
+from replaykit.datasets.engine.plan import Plan, column_specs
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.resuming import FilePart, Unfinished
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
@@ -260,28 +260,15 @@ _BLOCK_BYTES: Final = 1 << 20
 Index = npt.NDArray[np.int64]
 
 
-def unchanged_episodes(before: Plan, after: Plan) -> Index | None:
-    """Return the positions of the episodes that another plan still has. Cost: O(E).
-
-    The result is ``None`` if the other plan has other columns, or rows that were not written.
-    """
-    if before.leaves != after.leaves or column_specs(before) != column_specs(after):
-        return None
-    found = np.empty(len(after.episodes), np.int64)
-    # Both plans are in the order of files and arrays.
-    rest = enumerate(map(_identity, before.episodes))
-    for at, wanted in enumerate(map(_identity, after.episodes)):
-        found[at] = next((position for position, each in rest if each == wanted), -1)
-        if found[at] < 0:
-            return None
-    return found
-
-
-def _identity(episode: SourceEpisode) -> tuple[object, ...]:
+def has_rows_of(before: Plan, after: Plan, kept: Index) -> bool:
+    """Return whether a plan has the columns of another plan, and its episodes ``kept``."""
+    names = ("file", "number", "base", "records", "rows", "is_open")
+    mine, theirs = before.episodes, after.episodes
     return (
-        episode.file, episode.group, episode.base, episode.records, episode.rows, episode.number,
-        episode.is_open,
-    )  # fmt: skip
+        before.leaves == after.leaves
+        and column_specs(before) == column_specs(after)
+        and all(np.array_equal(mine.column(n)[kept], theirs.column(n)) for n in names)
+    )
 
 
 def without_episodes(
@@ -299,7 +286,7 @@ def without_episodes(
         columns: the complete columns of the data set.
         written: the results of the columns.
         before, after: the plans with and without the episodes.
-        kept: the result of `unchanged_episodes`.
+        kept: the positions of the remaining episodes, in order; see `has_rows_of`.
 
     Cost: all rows after the first removed episode are moved. All columns are read once for their
     checksums and statistics. Memory: a block of 1 MiB.
