@@ -17,7 +17,7 @@ from replaykit import registry
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import RuleFindings
-from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.plan import H5Plan
 from replaykit.datasets.engine.policies import Policies, meant
 from replaykit.datasets.engine.scan import scan
 from replaykit.datasets.engine.table_sources import TableLayout
@@ -171,7 +171,7 @@ def _said(entry: tuple[int, tuple[str, ...], str | None]) -> str:
     return entry[2] or f"{entry[0]} datasets that are not in the layout"
 
 
-def _reasons(plan: Plan) -> tuple[str, ...]:
+def _reasons(plan: H5Plan) -> tuple[str, ...]:
     episodes, skipped = len(plan.episodes), len(plan.skipped)
     first, last = plan.episodes[0].name, plan.episodes[-1].name
     where = f"{first} ... {last}" if episodes > 1 else first
@@ -187,7 +187,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
         shown = ", ".join(paths[:_MOST_NAMES]) + ", ..." * (len(paths) > _MOST_NAMES)
         found.append(f"{role}: {shown}")
     if plan.left_out:
-        shown = ", ".join(leaf.path for leaf in plan.left_out[:_MOST_NAMES])
+        shown = ", ".join(entry["key"] for entry in plan.left_out[:_MOST_NAMES])
         found.append(f"{len(plan.left_out)} datasets are not in the layout: {shown}")
     if skipped:
         found.append(f"{skipped} entries are not episodes")
@@ -204,7 +204,7 @@ def unread_sources(paths: Sequence[Path], *, natural: bool = False) -> Sources:
     return Sources(tuple(files), {"kind": "local"}, natural)
 
 
-def scan_files(paths: Sequence[Path], layout: Layout, policies: Policies | None = None) -> Plan:
+def scan_files(paths: Sequence[Path], layout: Layout, policies: Policies | None = None) -> H5Plan:
     """Return the plan of a conversion.
 
     Raises:

@@ -23,7 +23,7 @@ from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.h5 import H5File, H5Leaf, open_h5
 from replaykit.datasets.engine.layout import Layout
 from replaykit.datasets.engine.locations import RuleFindings
-from replaykit.datasets.engine.plan import Plan
+from replaykit.datasets.engine.plan import H5Plan
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.engine.table_sources import TableLayout, ValueChecks
 from replaykit.datasets.publishing import Published, open_published
@@ -374,7 +374,7 @@ def _key(key: str, column: H5Column, most_bytes: int | None) -> KeyFacts:
 
 def _episode_facts(
     files: Sequence[Path], layout: Layout, said: list[str], *, is_exact: bool
-) -> tuple[EpisodeFacts | None, Plan | None]:
+) -> tuple[EpisodeFacts | None, H5Plan | None]:
     """Convert as the command does. After an error, skip episodes that break a rule.
 
     If no episode is left, a third attempt converts without a comparison of observations.
@@ -420,12 +420,12 @@ def _episode_facts(
     return None, None
 
 
-def _is_small(plan: Plan) -> bool:
+def _is_small(plan: H5Plan) -> bool:
     free = shutil.disk_usage(tempfile.gettempdir()).free
     return plan.source_bytes <= min(_WHOLE_BYTES, free // _ROOM)
 
 
-def _policies(plan: Plan, on_invalid: Literal["error", "skip"], *, is_whole: bool) -> Policies:
+def _policies(plan: H5Plan, on_invalid: Literal["error", "skip"], *, is_whole: bool) -> Policies:
     if is_whole:
         return Policies(on_invalid=on_invalid)
     keys = [target.key for leaf in plan.leaves for target in leaf.targets]
@@ -446,7 +446,7 @@ def _dry_run(target: Path, files: Sequence[Path], layout: Layout, policies: Poli
         )
 
 
-def _file_table(columns: dict[str, H5Column], plan: Plan | None, files: Sequence[Path]) -> Table:
+def _file_table(columns: dict[str, H5Column], plan: H5Plan | None, files: Sequence[Path]) -> Table:
     numbers: dict[str, Any] = {
         key: column for key, column in columns.items() if column.problem is None and column.rows
     }
@@ -473,7 +473,7 @@ def _file_table(columns: dict[str, H5Column], plan: Plan | None, files: Sequence
     return Table(numbers, len(plan.episodes), roles["action"], roles["reward"])
 
 
-def _cut(column: H5Column, plan: Plan, files: Sequence[Path]) -> None:
+def _cut(column: H5Column, plan: H5Plan, files: Sequence[Path]) -> None:
     pieces = {(piece.path, piece.dataset): piece for piece in column.pieces}
     cuts = []
     for episode in plan.episodes:

@@ -189,6 +189,22 @@ def test_bad_values_are_refused_or_left_out(
     assert all(finding.ok for finding in validate(tmp_path / "data"))
 
 
+def test_a_late_fault_of_an_episode_without_rows_is_reported(source: Path, tmp_path: Path) -> None:
+    class Late(Memory):
+        def open(self, sources: Any, policies: Any, judge: Any) -> Any:
+            Late.judge = judge
+            return self
+
+        def blocks(self, kept: Any, keys: Any, block_bytes: int) -> Iterator[Any]:
+            Late.judge.condemn(2, self.location(2).error("is odd", "V70"))
+            return super().blocks(kept, keys, block_bytes)
+
+    layout, policies = Late(columns_of=memory().columns_of), Policies(on_invalid="skip")
+    with pytest.warns(UserWarning, match=r"skipped: a.txt: part 2: is odd \[V70\]"):
+        data = convert(source, layout, tmp_path / "data", policies=policies)
+    assert data.published.manifest.episodes == 3
+
+
 def test_policies_of_tables(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy 'constant'"):
         convert(source, memory(), tmp_path / "data", policies=Policies(constant="drop"))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -21,7 +22,6 @@ from replaykit.datasets.column_files import (
     EPISODE_DIRECTORY,
     ColumnOutput,
     create_columns,
-    synced_early,
     write_episode_table,
 )
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, provenance
@@ -32,10 +32,9 @@ from replaykit.datasets.engine.conversion_report import (
     summary,
     warn_caller,
 )
-from replaykit.datasets.engine.fields import Preceded
 from replaykit.datasets.engine.layout import DropLeaves, Layout
-from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.engine.plan import Plan, column_specs
+from replaykit.datasets.engine.locations import RuleFindings
+from replaykit.datasets.engine.plan import H5Plan, Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.resuming import (
     Excluded,
@@ -43,14 +42,14 @@ from replaykit.datasets.engine.resuming import (
     ImagesPart,
     Unfinished,
     conversion_digest,
-    drop_damaged,
     plan_digest,
 )
 from replaykit.datasets.engine.scan import scan
-from replaykit.datasets.engine.table_conversion import convert_table
+from replaykit.datasets.engine.table_conversion import TableConversion
 from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.engine.write_files import (
-    WrittenFile,
+    FINALS_DIRECTORY,
+    WrittenRows,
     condense,
     has_rows_of,
     store_once,
@@ -64,6 +63,8 @@ from replaykit.errors import CorpusError
 from replaykit.filesystem import remove_tree
 from replaykit.ted import Key
 
+_LATE: Final = (MANIFEST_NAME, EPISODE_DIRECTORY, FINALS_DIRECTORY)
+"""Names in a data set that a conversion makes after all rows."""
 FLAT_FORM: Final = {"form": None}
 """The identity entry of flat data sets.
 
@@ -176,19 +177,7 @@ def ensure_dataset(
         before = stamps_of(named_files, layout)
         said = {"options": options.to_json(), "identity": named}
         digest = conversion_digest(sources, layout, said, before)
-        if isinstance(layout, Layout):
-            unfinished = Unfinished(directory, digest, FilePart)
-            made = _convert(directory, sources, layout, options, unfinished, progress)
-        else:
-            made = convert_table(
-                directory,
-                sources,
-                layout,
-                options.policies,
-                block_bytes=options.block_bytes,
-                unfinished=Unfinished(directory, digest, ImagesPart),
-                progress=progress,
-            )
+        made = _convert(directory, sources, layout, options, digest, progress)
         if stamps_of(named_files, layout) != before:
             raise CorpusError(
                 "a source file changed while it was converted; convert it again [V02]"
@@ -257,63 +246,68 @@ def full_identity(
     }
 
 
+def _steps(
+    directory: Path,
+    sources: Sources,
+    layout: Layout | TableLayout,
+    options: ConvertOptions,
+    digest: str,
+) -> tuple[Callable[..., Plan], Callable[..., WrittenRows], Unfinished[Any]]:
+    """Return the functions that plan and write rows, and the record of finished rows."""
+    policies, block_bytes, workers = options.policies, options.block_bytes, options.workers
+    if not isinstance(layout, Layout):
+        table = TableConversion(directory, sources, layout, policies, block_bytes)
+        return table.plan, table.write, Unfinished(directory, digest, ImagesPart)
+    return (
+        partial(scan, sources, layout, policies=policies, block_bytes=block_bytes, workers=workers),
+        partial(
+            write_files,
+            sources=sources,
+            block_bytes=block_bytes,
+            on_invalid=policies.on_invalid,
+            workers=workers,
+        ),
+        Unfinished(directory, digest, FilePart),
+    )
+
+
 def _convert(
     directory: Path,
     sources: Sources,
-    layout: Layout,
+    layout: Layout | TableLayout,
     options: ConvertOptions,
-    unfinished: Unfinished[FilePart],
+    digest: str,
     progress: bool | None,
 ) -> Converted:
     """Fill a directory with the columns of files."""
+    policies = options.policies
+    plan_rows, write_rows, unfinished = _steps(directory, sources, layout, options, digest)
     # The fields and episodes that an interrupted conversion had to leave out.
     without, excluded = unfinished.without, unfinished.excluded
     is_guess = bool(without or excluded)
     made: _Made | None = None
     while True:
         notes, found = RuleFindings(), RuleFindings()
-        plan = scan(
-            sources,
-            layout,
-            policies=options.policies,
-            without=without,
-            excluded=excluded,
-            block_bytes=options.block_bytes,
-            notes=notes,
-            workers=options.workers,
-        )
+        plan = plan_rows(without=without, excluded=excluded, notes=notes)
         if is_guess and not unfinished.is_of(plan_digest(plan)):
             without, excluded, is_guess = {}, {}, False
             continue
         is_guess = False
-        if options.policies.copies in ("drop", "error") and not plan.detects_copies:
+        if policies.copies in ("drop", "error") and not plan.detects_copies:
             raise ValueError(
-                f"copies={options.policies.copies!r}: copies of episodes cannot be recognized if "
+                f"copies={policies.copies!r}: copies of episodes cannot be recognized if "
                 'all observations are left out; keep observations, or pass copies="keep"'
             )
         if made is not None and has_rows_of(made.plan, plan, made.kept):
             unfinished.forget()
-            columns, written = without_episodes(
-                directory, made.columns, made.written, made.plan, plan, made.kept
-            )
+            written = without_episodes(directory, made.written, made.plan, plan, made.kept)
             notes.extend(made.notes)
             break
-        columns = _columns(directory, plan, unfinished, without, excluded)
+        create = partial(_columns, directory, plan, unfinished, without, excluded)
         try:
-            with (
-                progress_bar("converting", plan.source_bytes, progress) as advance,
-                synced_early(columns),
-            ):
-                written = write_files(
-                    plan,
-                    sources,
-                    columns,
-                    block_bytes=options.block_bytes,
-                    on_invalid=options.policies.on_invalid,
-                    workers=options.workers,
-                    notes=found,
-                    advance=advance,
-                    unfinished=unfinished,
+            with progress_bar("converting", plan.source_bytes, progress) as advance:
+                written = write_rows(
+                    plan, create, notes=found, advance=advance, unfinished=unfinished
                 )
         except DropLeaves as drop:
             # This is rare, and an earlier check would read every file twice.
@@ -321,124 +315,95 @@ def _convert(
                 raise RuntimeError(f"{layout.name}: {drop.source} is dropped twice") from drop
             without[drop.source] = drop.why
             continue
-        bad = {**written.bad, **_copies(plan, written, sources, options.policies)}
-        if not bad:
+        bad = {**written.bad, **_copies(plan, written, policies)}
+        if not bad and written.table:
             notes.extend(found)
             break
         for position, why in bad.items():
             episode = plan.episodes[position]
             excluded[episode.file, episode.group, episode.base] = why
-        kept = np.delete(np.arange(len(plan.episodes)), list(bad))
-        made = _Made(plan, kept, columns, written, found)
-    first = Location(sources.files[0].path, sources.files[0].name)
-    policies = options.policies
-    if "drop" in (policies.constant, policies.duplicate) or policies.repeated == "once":
-        unfinished.forget()  # columns are removed below
-    removed = condense(directory, plan, columns, options.policies, notes, first)
+        if isinstance(plan, H5Plan):  # the attached files of tables are written again
+            kept = np.delete(np.arange(len(plan.episodes)), list(bad))
+            made = _Made(plan, kept, written, found)
+    columns = written.columns
+    removed = condense(directory, plan, columns, policies, notes)
     lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
-    finals = store_once(directory, lasts, columns) if options.policies.repeated == "once" else {}
+    finals = store_once(directory, lasts, columns) if policies.repeated == "once" else {}
+    copies = duplicates(written.table["digest"]) if plan.detects_copies else ()
     report = {
-        **make_report(plan, sources, notes, written.facts, written.table["digest"]),
+        **make_report(plan, notes, copies),
         "removed": removed,
         "splits": dict(plan.splits),
-        "rules": plan.layout.declaration(),
+        **written.report,
     }
     return Converted(
-        first.file,
+        plan.first.file,
         _arrays(directory, plan, columns, written),
         _arrays(directory, plan, finals, written),
         written.table,
         plan.episodes.names(),
         report,
         notes,
+        tuple(written.attached),
     )
 
 
 def _columns(
     directory: Path,
     plan: Plan,
-    unfinished: Unfinished[FilePart],
+    unfinished: Unfinished[Any],
     without: Mapping[str, str],
     excluded: Excluded,
 ) -> dict[Key, ColumnOutput]:
-    """Create the columns of a plan, or reopen them with the rows of finished files."""
+    """Create the columns of a plan, or reopen them with the rows that are finished."""
     digest = plan_digest(plan)
     goes_on = unfinished.is_of(digest)
     if not goes_on:
-        is_kept = len(plan.spans.by_file()) > 1
-        unfinished.begin(digest, without, excluded, is_kept=is_kept)
-        for path in directory.iterdir():
-            remove_tree(path)
-    else:
-        for name in (MANIFEST_NAME, EPISODE_DIRECTORY):
-            remove_tree(directory / name)
+        unfinished.begin(digest, without, excluded)
+    for name in _LATE if goes_on else os.listdir(directory):
+        remove_tree(directory / name)
     columns = create_columns(directory, column_specs(plan), (plan.rows,), is_new=not goes_on)
     hold_back(directory)
-    if goes_on:
-        drop_damaged(unfinished.finished, columns, plan)
     return columns
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Columns that were written before it was known which episodes to leave out."""
+    """Rows that were written before it was known which episodes to leave out."""
 
     plan: Plan
     kept: npt.NDArray[np.int64]
-    columns: Mapping[Key, ColumnOutput]
-    written: WrittenFile
+    written: WrittenRows
     notes: RuleFindings
 
 
-def _copies(
-    plan: Plan, written: WrittenFile, sources: Sources, policies: Policies
-) -> dict[int, str]:
+def _copies(plan: Plan, written: WrittenRows, policies: Policies) -> dict[int, str]:
     """Return the copies of episodes to leave out, with the reasons (V36).
 
     Raises:
         CorpusError: there is a copy, and the policy for copies is ``"error"``.
     """
     choice = plan.layout.copies if policies.copies == "layout" else policies.copies
-    if choice == "keep" or not plan.detects_copies:
+    if choice == "keep" or not plan.detects_copies or "digest" not in written.table:
         return {}
     # Only valid episodes are compared. If the first of three copies is bad, the second copy stays.
-    good = np.ones(len(plan.episodes), bool)
-    good[list(written.bad)] = False
-    kept = np.flatnonzero(good)
+    kept = np.delete(np.arange(len(plan.episodes)), list(written.bad))
     found = {}
     for pair in duplicates(written.table["digest"][kept]):
         later, first = (int(kept[each]) for each in pair)
-        names = [f"{sources.files[e.file].name}: {e.name}" for e in
-                 (plan.episodes[later], plan.episodes[first])]  # fmt: skip
+        what = f"it has the observations and actions of {plan.location(first).brief}"
         if choice == "error":
-            path = sources.files[plan.episodes[later].file].path
-            name = plan.episodes[later].name
-            raise CorpusError(
-                f"{path}: {name}: it has the observations and actions of {names[1]} [V36]"
-            )
-        found[later] = f"it has the observations and actions of {names[1]} [V36]"
+            raise plan.location(later).error(what, "V36")
+        found[later] = f"{what} [V36]"
     return found
 
 
 def _arrays(
-    directory: Path, plan: Plan, columns: Mapping[Key, ColumnOutput], written: WrittenFile
+    directory: Path, plan: Plan, columns: Mapping[Key, ColumnOutput], written: WrittenRows
 ) -> tuple[Array, ...]:
-    facts: dict[Key, dict[str, Any]] = {
-        target.key: {
-            "source": leaf.path,
-            # The shift counts records of the dataset, because the preceding record is in another
-            # dataset.
-            "shift": target.offset - isinstance(leaf.decoder, Preceded),
-            **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
-            **({"one_per_episode": True} if leaf.is_per_episode else {}),
-        }
-        for leaf in plan.leaves
-        for target in leaf.targets
-    }
+    measured = {key: {"statistics": of.to_json()} for key, of in written.statistics.items()}
     return tuple(
-        column.describe(
-            directory, {**facts.get(key, {}), "statistics": written.statistics[key].to_json()}
-        )
+        column.describe(directory, {**plan.facts.get(key, {}), **measured.get(key, {})})
         for key, column in columns.items()
     )
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from replaykit.datasets.dataset_manifest import Array, AttachedFile
 from replaykit.datasets.engine.locations import WHOLE_FILE, RuleFinding, RuleFindings
 from replaykit.datasets.engine.plan import Plan
-from replaykit.datasets.sources import Sources
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _MOST_NAMES: Final = 3
@@ -78,36 +77,26 @@ def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
 
 def make_report(
     plan: Plan,
-    sources: Sources,
     notes: RuleFindings,
-    facts: Sequence[Mapping[str, Any]],
-    digests: npt.NDArray[np.uint8],
+    copies: Iterable[tuple[int, int]],
 ) -> dict[str, Any]:
     """Return all decisions, omissions and findings as JSON values.
 
     Args:
-        facts: the information that the layout found in each file.
-        digests: the digest of the content of each episode, uint8 ``[E, 16]``.
+        copies: the result of `duplicates`.
     """
-    names = [file.name for file in sources.files]
 
-    def episode(position: int) -> list[str]:
-        found = plan.episodes[position]
-        return [names[found.file], found.name]
+    def episode(position: int) -> list[str | None]:
+        found = plan.location(position)
+        return [found.name, found.group]
 
     return {
-        "left_out": [{"key": leaf.path, "why": leaf.why} for leaf in plan.left_out],
-        "skipped": [
-            {"file": names[entry.file], "name": entry.name, "why": entry.why}
-            for entry in plan.skipped
-        ],
-        "numbering": [{"file": names[file], "why": why} for file, why in plan.numbering],
-        "files": [
-            {"file": name, **found} for name, found in zip(names, facts, strict=True) if found
-        ],
+        "left_out": list(plan.left_out),
+        "skipped": list(plan.skipped),
+        "numbering": list(plan.numbering),
+        "files": [],
         "duplicates": [
-            {"episode": episode(later), "same_as": episode(first)}
-            for later, first in (duplicates(digests) if plan.detects_copies else ())
+            {"episode": episode(later), "same_as": episode(first)} for later, first in copies
         ],
         "warnings": [record_of(note) for note in notes],
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +19,8 @@ from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.fields import Decoder, Role, Target
 from replaykit.datasets.engine.h5_values import Held
 from replaykit.datasets.engine.layout import Bounds, Layout, SourceFacts
-from replaykit.datasets.engine.locations import NameTable
+from replaykit.datasets.engine.locations import Location, NameTable
+from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
@@ -329,44 +330,43 @@ class PlannedLeaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A leaf that is not in the table, with the reason."""
-
-    path: str
-    why: str
+Entry = dict[str, str]
+"""An entry of a report, which names a thing and has the reason for it under ``why``."""
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """An episode without rows, or an entry that is not an episode, with the reason."""
-
-    file: int
-    name: str
-    why: str
-
-
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a data set.
+    """The rows of a data set, before they are written.
 
-    ``layout`` is the layout that the files resolved to. ``splits`` has the positions of episodes by
-    name. ``about`` has the descriptions in the files. ``units`` has the files that are read as one.
-    ``held`` has values of small datasets that were read during the scan. Memory: 58 bytes for each
-    episode, and about 50 bytes for each group.
+    Memory: 56 bytes for each episode, and about 50 bytes for each group.
+
+    Attributes:
+        layout: the layout that the files resolved to.
+        leaves: the datasets, and the columns that they fill.
+        facts: the facts of each column for the manifest, by key.
+        episodes, spans: the episodes, and the arrays that contain them.
+        location: returns the location of an episode, by its position.
+        first: the first file, as the location of findings about all files.
+        detects_copies: True if copies of episodes can be recognized by their equal content.
+        left_out: ``key`` and ``why`` of leaves that fill no column.
+        skipped: ``file``, ``name`` and ``why`` of episodes without rows, and of entries that are
+            not episodes.
+        numbering: ``file`` and ``why`` of files whose episodes have other numbers than their names.
+        splits: the positions of episodes, by name.
     """
 
-    layout: Layout
-    leaves: list[PlannedLeaf]
+    layout: Layout | TableLayout
+    leaves: Sequence[PlannedLeaf]
+    facts: Mapping[Key, Mapping[str, Any]]
     episodes: SourceEpisodes
     spans: Spans
-    left_out: list[LeftOut]
-    skipped: list[Skipped]
-    numbering: list[tuple[int, str]]
-    splits: Mapping[str, list[int]] = field(default_factory=dict)
-    about: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    units: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    held: Held = field(default_factory=lambda: Held(0, ()))
+    location: Callable[[int], Location]
+    first: Location
+    detects_copies: bool
+    left_out: Sequence[Entry]
+    skipped: Sequence[Entry] = ()
+    numbering: Sequence[Entry] = ()
+    splits: Mapping[str, Sequence[int]]
 
     @property
     def rows(self) -> int:
@@ -380,20 +380,25 @@ class Plan:
         return width * self.spans.records
 
     @property
-    def detects_copies(self) -> bool:
-        """True if copies of episodes can be recognized by their equal content.
-
-        The value is False if all observations of the layout are left out.
-        """
-        roles = {leaf.role for leaf in self.leaves if not leaf.is_unwanted}
-        return "observation" in roles or all(
-            entry.role != "observation" for entry in self.layout.fields
-        )
-
-    @property
     def has_unrecorded(self) -> bool:
         """True if the next observation of at least one row was not recorded."""
         return bool(self.episodes.column("is_open").any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class H5Plan(Plan):
+    """The plan of a data set of H5 files.
+
+    Attributes:
+        about: the descriptions in the files, by position of the file.
+        units: the files that are read as one, by the position of the first.
+        held: values of small datasets that were read during the scan.
+    """
+
+    layout: Layout
+    about: Mapping[int, Mapping[str, Any]]
+    units: Mapping[int, tuple[int, ...]]
+    held: Held
 
 
 OBSERVED_KEY: Final[Key] = ("next", "observed")
@@ -472,7 +477,7 @@ def presence(plan: Plan) -> dict[Key, PlannedLeaf]:
 _DIGITS: Final = "0123456789"
 
 
-def check_plan(plan: Plan, sources: Sources) -> None:
+def check_plan(plan: H5Plan, sources: Sources) -> None:
     """Check the count of rows of every episode, and the order of the groups.
 
     Cost: O(E), about 0.5 us for each group.

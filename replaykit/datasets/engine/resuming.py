@@ -38,7 +38,7 @@ from replaykit.native import crc32
 from replaykit.ted import Key
 
 Excluded = dict[tuple[Any, ...], str]
-"""Reasons to leave out episodes, by file, group and first record, or by position."""
+"""Reasons to leave out episodes, by file, group and first record."""
 
 
 def _converted(build: Callable[[Any], Any], save: Callable[[Any], Any]) -> Rule:
@@ -131,7 +131,6 @@ class Unfinished(Generic[Part]):
         self._path = directory / UNFINISHED_NAME
         self._conversion = conversion
         self._head: dict[str, Any] = {}
-        self._is_kept = False
         self.finished: dict[int, Part] = {}
         lines = _read_lines(self._path)
         head = next(lines, {})
@@ -139,7 +138,6 @@ class Unfinished(Generic[Part]):
             self.forget()
             return
         self._head = head
-        self._is_kept = True
         for said in lines:
             self.finished[said["index"]] = decode_state(kind, said, str(self._path))
 
@@ -158,16 +156,10 @@ class Unfinished(Generic[Part]):
         return bool(self.finished) and self._head["plan"] == plan
 
     def begin(
-        self,
-        plan: str,
-        without: Mapping[str, str],
-        excluded: Mapping[tuple[Any, ...], str],
-        *,
-        is_kept: bool = True,
+        self, plan: str, without: Mapping[str, str], excluded: Mapping[tuple[Any, ...], str]
     ) -> None:
-        """Remove the record, and start one of the plan with this digest if it ``is_kept``."""
+        """Remove the record, and start one of the plan with this digest."""
         self.forget()
-        self._is_kept = is_kept
         self._head = {
             "conversion": self._conversion,
             "plan": plan,
@@ -181,15 +173,14 @@ class Unfinished(Generic[Part]):
         Raises:
             OSError: no space is left. The message names the file.
         """
-        if self._is_kept:
-            if not self._path.exists():
-                _append_line(self._path, self._head)
-            _append_line(self._path, encode_state(part))
+        if not self._path.exists():
+            _append_line(self._path, self._head)
+        _append_line(self._path, encode_state(part))
 
     def forget(self) -> None:
         """Remove the record, because its rows are about to change."""
         self._path.unlink(missing_ok=True)
-        self._head, self.finished, self._is_kept = {}, {}, False
+        self._head, self.finished = {}, {}
 
 
 def drop_damaged(

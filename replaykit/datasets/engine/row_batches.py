@@ -16,7 +16,7 @@ from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.locations import Location, path_below
 from replaykit.datasets.engine.plan import (
     EpisodeSpan,
-    Plan,
+    H5Plan,
     PlannedLeaf,
     SourceEpisode,
     SourceEpisodes,
@@ -96,16 +96,18 @@ class Stretch:
         records: number of records. With several spans, it includes the room after each span.
         at: the records and rows of the episodes.
         first, stop, start, rows, leaves: as in `EpisodeSpan`.
+        all_rows: the rows in the table.
     """
 
     def __init__(
-        self, plan: Plan, spans: Sequence[EpisodeSpan], room: int, location: Location
+        self, plan: H5Plan, spans: Sequence[EpisodeSpan], room: int, location: Location
     ) -> None:
         first, last = spans[0], spans[-1]
         self.spans = spans
         self.first, self.stop = first.first, last.stop
         self.start = first.start
         self.rows = last.start + last.rows - first.start
+        self.all_rows = range(self.start, self.start + self.rows)
         self.leaves = first.leaves
         self.location = location
         self._plan = plan
@@ -157,7 +159,7 @@ class Stretch:
 
 
 def stretches(
-    plan: Plan, spans: Iterable[EpisodeSpan], witnesses: Sequence[PlannedLeaf], block_bytes: int,
+    plan: H5Plan, spans: Iterable[EpisodeSpan], witnesses: Sequence[PlannedLeaf], block_bytes: int,
     location: Location,
 ) -> Iterator[Stretch]:  # fmt: skip
     """Yield the stretches of one file: batches of short spans, parts of large spans.
@@ -195,7 +197,7 @@ def stretches(
             yield Stretch(plan, waiting, room, location)
 
 
-def _parts(plan: Plan, span: EpisodeSpan, records: int) -> Iterator[EpisodeSpan]:
+def _parts(plan: H5Plan, span: EpisodeSpan, records: int) -> Iterator[EpisodeSpan]:
     """Cut a span of many episodes into parts.
 
     A part ends with the episode that contains its record number ``records``. A chunk that is cut is
@@ -315,45 +317,42 @@ Put = Callable[[Key, int, npt.NDArray[Any]], None]
 
 
 def store_flag(
-    stretch: Stretch, key: Key, rows: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
+    rows: range, key: Key, at: npt.NDArray[np.int64], *, is_set: bool, block: int, put: Put
 ) -> None:
     """Write a flag that is ``is_set`` at some rows, and the opposite at all others.
 
     Args:
-        rows: the rows at which the flag is ``is_set``.
+        rows: the rows that are written.
+        at: the rows at which the flag is ``is_set``.
         block: number of rows in one write.
     """
-    stop = stretch.start + stretch.rows
-    for begin in range(stretch.start, stop, block):
-        end = min(begin + block, stop)
+    for begin in rows[::block]:
+        end = min(begin + block, rows.stop)
         values = np.full((end - begin, 1), not is_set)
-        values[rows[(rows >= begin) & (rows < end)] - begin] = is_set
+        values[at[(at >= begin) & (at < end)] - begin] = is_set
         put(key, begin, values)
 
 
 def store_constant(
-    stretch: Stretch,
-    key: Key,
-    each: npt.NDArray[Any],
-    *,
-    block: int,
-    put: Put,
+    rows: range, starts: Index, key: Key, each: npt.NDArray[Any], *, block: int, put: Put
 ) -> None:
     """Write values that are the same in all rows of an episode.
 
     Args:
+        rows: the rows of the episodes.
+        starts: the first row of each episode.
         each: the value of each episode.
         block: number of rows in one write.
     """
-    starts = np.append(stretch.at.starts - stretch.start, stretch.rows)
-    for begin in range(0, stretch.rows, block):
-        end = min(begin + block, stretch.rows)
+    starts = np.append(starts, rows.stop)
+    for begin in rows[::block]:
+        end = min(begin + block, rows.stop)
         first = int(np.searchsorted(starts, begin, "right")) - 1
         last = int(np.searchsorted(starts, end, "left"))
         counts = np.minimum(starts[first + 1 : last + 1], end) - np.maximum(
             starts[first:last], begin
         )
-        put(key, stretch.start + begin, np.repeat(each[first:last], counts))
+        put(key, begin, np.repeat(each[first:last], counts))
 
 
 _CACHED_BYTES: Final = 160 << 20

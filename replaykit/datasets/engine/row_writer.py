@@ -20,7 +20,7 @@ from replaykit.datasets.engine.episode_checks import (
 from replaykit.datasets.engine.fields import Target
 from replaykit.datasets.engine.h5 import H5File
 from replaykit.datasets.engine.layout import SourceWindow
-from replaykit.datasets.engine.plan import OBSERVED_KEY, EpisodeSpan, Plan, PlannedLeaf, presence
+from replaykit.datasets.engine.plan import OBSERVED_KEY, EpisodeSpan, H5Plan, PlannedLeaf, presence
 from replaykit.datasets.engine.policies import Judge
 from replaykit.datasets.engine.row_batches import (
     Runs,
@@ -170,7 +170,7 @@ class RowWriter:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: H5Plan,
         columns: Mapping[Key, ColumnOutput],
         *,
         first: int,
@@ -363,10 +363,10 @@ class _StretchWriter:
         finals = stretch.at.finals
         for name, values in flags.items():
             rows = finals[values]
-            store_flag(stretch, ("next", name), rows, is_set=True, block=block, put=put)
+            store_flag(stretch.all_rows, ("next", name), rows, is_set=True, block=block, put=put)
         if self._writer._plan.has_unrecorded:
             unknown = finals[stretch.at.is_open]
-            store_flag(stretch, key, unknown, is_set=False, block=block, put=put)
+            store_flag(stretch.all_rows, key, unknown, is_set=False, block=block, put=put)
 
     def _fill_table(self, flags: Mapping[str, npt.NDArray[np.bool_]]) -> None:
         """Write the lines of the episodes into the table."""
@@ -393,4 +393,6 @@ class _StretchWriter:
             here = stretch.leaves.issuperset(leaf.paths)
             values[key] = np.full(len(numbers), here)
         for key, each in values.items():
-            store_constant(stretch, key, each, block=block, put=self._storing.put)
+            store_constant(
+                stretch.all_rows, stretch.at.starts, key, each, block=block, put=self._storing.put
+            )

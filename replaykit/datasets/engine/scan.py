@@ -6,21 +6,24 @@ import errno
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from replaykit.datasets.engine.conversion_report import skipped_lines
 from replaykit.datasets.engine.episode_finders import EpisodeRefs, Segments
+from replaykit.datasets.engine.fields import Preceded, Target
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.h5_values import Held
 from replaykit.datasets.engine.layout import Layout, SourceFacts
 from replaykit.datasets.engine.locations import WHOLE_FILE, Location, RuleFindings, path_below
 from replaykit.datasets.engine.plan import (
     ALWAYS_KEYS,
+    Entry,
     EpisodeSpan,
-    Plan,
-    Skipped,
+    H5Plan,
+    PlannedLeaf,
     SourceEpisode,
     SourceEpisodes,
     Spans,
@@ -55,8 +58,8 @@ def flat_episodes(
     starts: Sequence[int],
     excluded: Excluded,
     row: int,
-) -> tuple[dict[str, Any], list[Skipped]]:
-    """Return columns of the episodes that give rows, and a list of the other episodes.
+) -> tuple[dict[str, Any], list[tuple[int, str, str]]]:
+    """Return columns of the episodes that give rows; file, name and reason of all others.
 
     Args:
         refs: the episodes, with first records, lengths and the reasons for their ends.
@@ -87,7 +90,7 @@ def flat_episodes(
     for at in sorted(why):
         first = int(bases[at]) - starts[int(parts[at])]
         name = f"[{first}:{first + int(records[at])}]"
-        skipped.append(Skipped(int(files[at]), name, why[at]))
+        skipped.append((int(files[at]), name, why[at]))
     kept = np.ones(len(refs), np.bool_)
     kept[list(why)] = False
     rows = rows[kept]
@@ -121,7 +124,7 @@ def scan(
     block_bytes: int,
     notes: RuleFindings,
     workers: int = 1,
-) -> Plan:
+) -> H5Plan:
     """Read the declarations of every file, and return the plan of the data set.
 
     Args:
@@ -140,13 +143,13 @@ def scan(
         OSError: a file cannot be opened.
     """
     held = Held(_HELD_BLOCKS * block_bytes, (source.path for source in sources.files))
-    state = _Scan(layout, policies, without, excluded, block_bytes, notes, held)
+    state = _Scan(sources, layout, policies, without, excluded, block_bytes, notes, held)
     with closing(listings(sources, layout, workers, held.share)) as ahead:
         for unit in units_of(sources, layout, state.fail):
             listed = [next(ahead) for _ in unit]
-            state.unit(unit, sources, listed[0])
+            state.unit(unit, listed[0])
     if not len(state.episodes):
-        raise state.without_a_row(sources)
+        raise state.without_a_row()
     plan = state.plan()
     check_plan(plan, sources)
     return plan
@@ -154,6 +157,7 @@ def scan(
 
 @dataclass
 class _Scan:
+    sources: Sources
     layout: Layout
     policies: Policies
     without: Mapping[str, str]
@@ -163,8 +167,8 @@ class _Scan:
     held: Held
     schema: SchemaUnion | None = None
     first_file: Location | None = None
-    skipped: list[Skipped] = field(default_factory=list)
-    numbering: list[tuple[int, str]] = field(default_factory=list)
+    skipped: list[Entry] = field(default_factory=list)
+    numbering: list[Entry] = field(default_factory=list)
     splits: dict[str, list[int]] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
     units: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -185,35 +189,35 @@ class _Scan:
             raise error
         self.failed.add(index)
         self.is_empty = False
-        self.skipped.append(Skipped(index, WHOLE_FILE, str(error)))
+        self.skip(index, WHOLE_FILE, str(error))
 
-    def without_a_row(self, sources: Sources) -> CorpusError:
+    def skip(self, index: int, name: str, why: str) -> None:
+        """Record an episode of a file that gives no rows, or another entry of the file."""
+        self.skipped.append({"file": self.sources.files[index].name, "name": name, "why": why})
+
+    def without_a_row(self) -> CorpusError:
         """Return the error for a corpus whose episodes give no rows (rule V38)."""
-        files = [str(source.path) for source in sources.files[:5]]
-        more = len(sources.files) - len(files)
+        files = [str(source.path) for source in self.sources.files[:5]]
+        more = len(self.sources.files) - len(files)
         names = ", ".join(files) + (f" and {more:,} more" if more else "")
-        skipped = [
-            {"file": sources.files[entry.file].name, "name": entry.name, "why": entry.why}
-            for entry in self.skipped
-        ]
-        lines = skipped_lines(skipped)
+        lines = skipped_lines(self.skipped)
         others = len(lines) - _MOST_KINDS
         if others > 0:
             lines[_MOST_KINDS:] = [f"and {others:,} more reason{'s' * (others != 1)}"]
         empty = "; the source is empty" if self.is_empty else ""
         reasons = f": {'. '.join(lines)}" if lines else ""
         return CorpusError(
-            f"{names}: no episode gives a row ({len(skipped):,} skipped){empty}{reasons} [V38]"
+            f"{names}: no episode gives a row ({len(self.skipped):,} skipped){empty}{reasons} [V38]"
         )
 
-    def unit(self, unit: tuple[int, ...], sources: Sources, listed: Listing) -> None:
+    def unit(self, unit: tuple[int, ...], listed: Listing) -> None:
         """Scan a file, or several files read as one. ``listed`` has known declarations."""
         if unit[0] in self.failed:
             for index in unit[1:]:
-                why = f"it continues an episode that begins in {sources.files[unit[0]].name}"
-                self.skipped.append(Skipped(index, WHOLE_FILE, f"{why}, which is skipped"))
+                why = f"it continues an episode that begins in {self.sources.files[unit[0]].name}"
+                self.skip(index, WHOLE_FILE, f"{why}, which is skipped")
             return
-        files = [sources.files[index] for index in unit]
+        files = [self.sources.files[index] for index in unit]
         if listed.held is not None:
             self.held.store(files[0].path, listed.held)
         before, schema = (len(self.episodes), self.rows, self.records), self.schema
@@ -258,9 +262,9 @@ class _Scan:
             self.about[index] = {**self.about.get(index, {}), **said}
         found = resolved.episodes.find(file, resolved, location, self.block_bytes)
         for name, why in found.strangers:
-            self.skipped.append(Skipped(index, name, why))
+            self.skip(index, name, why)
         if found.numbering is not None:
-            self.numbering.append((index, found.numbering))
+            self.numbering.append({"file": location.name, "why": found.numbering})
         for rule, text, at in found.odd:
             self.notes.add(rule, text, at)
         self.is_empty = self.is_empty and not len(found.episodes)
@@ -275,7 +279,7 @@ class _Scan:
             except CorpusError as error:
                 if self.policies.on_invalid != "skip":
                     raise
-                self.skipped.append(Skipped(index, group or WHOLE_FILE, str(error)))
+                self.skip(index, group or WHOLE_FILE, str(error))
                 is_whole = False
         self._check_totals(resolved, len(found.episodes), self.records - seen, location)
         if is_whole:
@@ -362,7 +366,8 @@ class _Scan:
                 columns, left_out = flat_episodes(
                     refs, layout, self.policies.last_steps, unit, starts, self.excluded, rows
                 )
-                self.skipped.extend(left_out)
+                for each in left_out:
+                    self.skip(*each)
                 columns |= {"source_seed": facts.source_seed, "success": facts.success}
                 self.episodes.extend(columns, dict(zip(unit, starts, strict=True)))
                 rows += int(columns["rows"].sum())
@@ -424,7 +429,7 @@ class _Scan:
         if why is None and rows < 1:
             why = gives_no_row(records)
         if why is not None:
-            self.skipped.append(Skipped(index, group, why))
+            self.skip(index, group, why)
             return None
         return SourceEpisode(
             index, group, number, 0, records, rows, self.rows, is_open, True, facts
@@ -464,26 +469,54 @@ class _Scan:
             start, step = stop, max(1, self.block_bytes // max(1, record_bytes))
         return False
 
-    def plan(self) -> Plan:
+    def plan(self) -> H5Plan:
         assert self.schema is not None
         if not self.without and not self.excluded:
             # This is checked in the first scan only. Later scans may leave out the keys in
             # policies.
             self.schema.check_policies(ALWAYS_KEYS)
+        layout = self.schema.layout
         leaves, left_out = self.schema.leaves()
-        return Plan(
-            self.schema.layout,
-            leaves,
-            self.episodes,
-            self.spans,
-            left_out,
-            self.skipped,
-            self.numbering,
-            self.splits,
-            self.about,
-            self.units,
-            self.held,
+        observed = {leaf.is_unwanted for leaf in leaves if leaf.role == "observation"}
+        return H5Plan(
+            layout=layout,
+            leaves=leaves,
+            facts={
+                target.key: _facts_of(leaf, target) for leaf in leaves for target in leaf.targets
+            },
+            episodes=self.episodes,
+            spans=self.spans,
+            location=partial(_location_of, self.sources, self.episodes),
+            first=Location(self.sources.files[0].path, self.sources.files[0].name),
+            # Without all observations of the layout, different episodes may look equal.
+            detects_copies=False in observed
+            or all(entry.role != "observation" for entry in layout.fields),
+            left_out=left_out,
+            skipped=self.skipped,
+            numbering=self.numbering,
+            splits=self.splits,
+            about=self.about,
+            units=self.units,
+            held=self.held,
         )
+
+
+def _facts_of(leaf: PlannedLeaf, target: Target) -> dict[str, Any]:
+    """Return the facts of a column for the manifest."""
+    return {
+        "source": leaf.path,
+        # The shift counts records of the dataset, because the preceding record is in another
+        # dataset.
+        "shift": target.offset - isinstance(leaf.decoder, Preceded),
+        **({"source_dtype": leaf.dtype.name} if leaf.dtype != leaf.stored else {}),
+        **({"one_per_episode": True} if leaf.is_per_episode else {}),
+    }
+
+
+def _location_of(sources: Sources, episodes: SourceEpisodes, position: int) -> Location:
+    found = episodes[position]
+    file = sources.files[found.file]
+    return Location(file.path, file.name, found.name)
 
 
 def is_about_the_file(error: Exception) -> bool:

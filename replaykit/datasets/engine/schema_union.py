@@ -14,7 +14,7 @@ from replaykit.datasets.engine.fields import Field
 from replaykit.datasets.engine.h5 import H5Leaf
 from replaykit.datasets.engine.layout import Bounds, Layout
 from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.engine.plan import LeftOut, PlannedLeaf
+from replaykit.datasets.engine.plan import Entry, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
 from replaykit.ted import Key
 
@@ -299,14 +299,14 @@ class SchemaUnion:
 
     # -- all of them ----------------------------------------------------------------------------
 
-    def leaves(self) -> tuple[list[PlannedLeaf], list[LeftOut]]:
+    def leaves(self) -> tuple[list[PlannedLeaf], list[Entry]]:
         """Return the leaves that become columns, and the leaves that are left out.
 
         Raises:
             CorpusError: successors have another shape or dtype than the states.
         """
         left_out = [
-            LeftOut(path, self._why_foreign(path, location))
+            {"key": path, "why": self._why_foreign(path, location)}
             for path, location in sorted(self._foreign.items())
         ]
         specs: dict[_Use, Spec] = {}
@@ -320,7 +320,7 @@ class SchemaUnion:
                 continue
             why = None if self._is_required(entry) else self._why_left_out(use, specs[use])
             if why is not None:
-                left_out.append(LeftOut(path, why))
+                left_out.append({"key": path, "why": why})
                 continue
             found.append(self._leaf(use, entry, specs))
         # Leaves that the caller does not want are still compared.

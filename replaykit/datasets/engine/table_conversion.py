@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,127 +13,257 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from replaykit.datasets.column_files import (
-    ATTACHED,
-    EPISODE_DIRECTORY,
-    ColumnOutput,
-    ColumnSpec,
-    attach_files,
-    create_columns,
-    synced_early,
-    torch_dtype,
-)
+from replaykit.datasets.column_files import ATTACHED, ColumnOutput, attach_files, synced_early
 from replaykit.datasets.column_statistics import Statistics
-from replaykit.datasets.dataset_manifest import MANIFEST_NAME, AttachedFile, joined_crc32
+from replaykit.datasets.dataset_manifest import AttachedFile, joined_crc32
 from replaykit.datasets.encoded_frames import REFERENCE_WIDTH
-from replaykit.datasets.engine.conversion_report import Converted, duplicates, record_of
+from replaykit.datasets.engine.fields import Target
+from replaykit.datasets.engine.layout import ALWAYS
 from replaykit.datasets.engine.locations import Location, RuleFindings
+from replaykit.datasets.engine.plan import (
+    Entry,
+    EpisodeSpan,
+    Plan,
+    PlannedLeaf,
+    SourceEpisodes,
+    Spans,
+)
 from replaykit.datasets.engine.policies import Judge, Policies
-from replaykit.datasets.engine.resuming import ImagesPart, Unfinished
+from replaykit.datasets.engine.resuming import Excluded, ImagesPart, Unfinished
+from replaykit.datasets.engine.row_batches import store_constant, store_flag
 from replaykit.datasets.engine.row_writer import lost_numbers
 from replaykit.datasets.engine.table_sources import (
     Array,
     SourceColumn,
+    TableEpisodes,
     TableLayout,
-    TableSource,
     ValueChecks,
 )
-from replaykit.datasets.engine.write_files import FINALS_DIRECTORY, store_once
-from replaykit.datasets.publishing import hold_back
+from replaykit.datasets.engine.write_files import WrittenRows, known_table
 from replaykit.datasets.sources import Sources
-from replaykit.datasets.transfers import progress_bar
 from replaykit.errors import CorpusError
-from replaykit.filesystem import NoRoomError, disk_errors, remove_tree
-from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key, format_key
+from replaykit.filesystem import NoRoomError, disk_errors
+from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key
 
 _REWARD: Final[Key] = ("next", "reward")
-_FLAGS: Final = tuple(key for name in DEFAULT_DONE_KEYS for key in ((name,), ("next", name)))
-_IDS: Final[tuple[Key, ...]] = (("episode",), ("seed",))
+_ENDS: Final[tuple[Key, ...]] = (TERMINATED, TRUNCATED)
 _FLAG_ROWS: Final = 1 << 20
 _HANDED_BYTES: Final = 1 << 17
 """Least size of a block that a thread works on, because the change of threads costs time, too."""
 _READ_BYTES: Final = 1 << 20
-_LATE: Final = (MANIFEST_NAME, EPISODE_DIRECTORY, FINALS_DIRECTORY)
-"""Names in a data set that a conversion makes after all rows."""
 _UNUSED: Final = ("missing", "extra", "constant", "all_nan", "duplicate", "unrecorded")
 """Policies about arrays that episodes share or lack, which tables do not have."""
 
 
-def convert_table(
-    directory: Path,
-    sources: Sources,
-    layout: TableLayout,
-    policies: Policies,
-    *,
-    block_bytes: int,
-    unfinished: Unfinished[ImagesPart],
-    progress: bool | None,
-) -> Converted:
-    """Fill a directory with the columns of a table, which may have the images of ``unfinished``.
+class TableConversion:
+    """A table that a conversion plans and writes.
+
+    Args:
+        directory: the directory of the data set.
+        sources: the files.
+        layout: their layout.
+        policies: the caller's decisions.
+        block_bytes: the size of a block of one column, as a goal.
+
+    Attributes:
+        source: the table.
+        judge: decides about episodes that break a rule, by their positions in the source.
+        columns: the columns that are read, by key.
+        dtypes: their stored dtypes.
+        kept: the episodes of the last plan, bool ``[E]``.
 
     Raises:
         CorpusError: a rule is broken. The message names file, episode and rule.
         ValueError: a policy names a key or dtype that the source lacks, or does not apply.
-        OSError: a file cannot be read, or no space is left.
+        OSError: a file cannot be read.
     """
-    for name in _UNUSED:
-        if getattr(policies, name) != getattr(Policies(), name):
-            raise ValueError(
-                f"expected the default of the policy {name!r} for the layout {layout.name!r}, "
-                f"which it does not apply to, got {getattr(policies, name)!r}"
-            )
-    notes = RuleFindings()
-    judge = Judge(policies.on_invalid, notes)
-    source = layout.open(sources, policies, judge)
-    policies.check_met(
-        [(column.key, None if column.frames else column.dtype) for column in source.columns],
-        (*_FLAGS, *_IDS),
-    )
-    ends = (TERMINATED, TRUNCATED)
-    wanted = [c for c in source.columns if c.key in ends or policies.keeps(c.key)]
-    choice = layout.copies if policies.copies == "layout" else policies.copies
-    judge.bad |= {position: why for (position,), why in unfinished.excluded.items()}
-    while True:
-        judge.notes = RuleFindings.of(replace(note) for note in notes)  # each pass finds them again
-        kept = source.episodes.lengths > 0
-        kept[list(judge.bad)] = False
-        if not kept.any():
-            where = source.location(0) if len(kept) else Location(Path(layout.name), layout.name)
+
+    def __init__(
+        self,
+        directory: Path,
+        sources: Sources,
+        layout: TableLayout,
+        policies: Policies,
+        block_bytes: int,
+    ) -> None:
+        for name in _UNUSED:
+            if getattr(policies, name) != getattr(Policies(), name):
+                raise ValueError(
+                    f"expected the default of the policy {name!r} for the layout {layout.name!r}, "
+                    f"which it does not apply to, got {getattr(policies, name)!r}"
+                )
+        self.directory, self._layout, self._block_bytes = directory, layout, block_bytes
+        self.judge = Judge(policies.on_invalid, RuleFindings())
+        self.source = layout.open(sources, policies, self.judge)
+        self._bad, self._notes = self.judge.bad, self.judge.notes
+        policies.check_met(
+            [(each.key, None if each.frames else each.dtype) for each in self.source.columns],
+            ALWAYS,
+        )
+        self._wanted = [
+            each for each in self.source.columns if each.key in _ENDS or policies.keeps(each.key)
+        ]
+        self.columns = {each.key: each for each in self._wanted}
+        self.dtypes = {
+            key: each.dtype if each.frames else policies.stored_dtype(each.dtype)
+            for key, each in self.columns.items()
+        }
+
+    def plan(self, without: Mapping[str, str], excluded: Excluded, notes: RuleFindings) -> Plan:
+        """Return the plan of all episodes that are not left out.
+
+        Raises:
+            CorpusError: no episode is left (V38).
+        """
+        of, source = self.source.episodes, self.source
+        stops = of.lengths.cumsum()
+        left_out = {
+            int(np.searchsorted(stops, base, "right")): why for (*_, base), why in excluded.items()
+        }
+        self.judge.bad = {**self._bad, **left_out}
+        notes.extend(RuleFindings.of(replace(note) for note in self._notes))
+        self.kept = of.lengths > 0
+        self.kept[list(self.judge.bad)] = False
+        at = np.flatnonzero(self.kept)
+        if not len(at):
+            home = Location(Path(self._layout.name), self._layout.name)
+            where = source.location(0) if len(of.lengths) else home
             raise where.error("no episode has rows that can be converted", "V38")
-        plan = str(sorted(judge.bad))
-        goes_on = unfinished.is_of(plan)
-        if not goes_on:
-            unfinished.begin(plan, {}, {(position,): why for position, why in judge.bad.items()})
-        for name in _LATE if goes_on else os.listdir(directory):
-            remove_tree(directory / name)
-        known = len(judge.bad)
+        episodes = _planned(of, at)
+        numbers = {position: number for number, position in enumerate(at.tolist())}
+        return Plan(
+            layout=self._layout,
+            leaves=[self._leaf(column) for column in self._wanted],
+            facts={
+                key: self._facts_of(column)
+                for key, column in self.columns.items()
+                if key not in _ENDS
+            },
+            episodes=episodes,
+            spans=episodes.spans,
+            location=lambda number: source.location(int(at[number])),
+            first=source.location(int(at[0])),
+            detects_copies=any(
+                key[0] == "observation" and not column.frames
+                for key, column in self.columns.items()
+            ),
+            left_out=[dict(entry) for entry in source.left_out],
+            splits={
+                name: [numbers[each] for each in positions if each in numbers]
+                for name, positions in source.splits.items()
+            },
+        )
+
+    def _leaf(self, column: SourceColumn) -> PlannedLeaf:
+        return PlannedLeaf(
+            path=column.source,
+            paths=(column.source,),
+            role="info",
+            shape=(REFERENCE_WIDTH,) if column.frames else column.shape,
+            dtype=column.dtype,
+            stored=np.dtype(np.int64) if column.frames else self.dtypes[column.key],
+            targets=() if column.key in _ENDS else (Target(column.key, 0),),
+        )
+
+    def _facts_of(self, column: SourceColumn) -> dict[str, Any]:
+        is_cast = self.dtypes[column.key] != column.dtype
+        return {
+            "source": column.source,
+            **({"frames": dict(column.frames)} if column.frames else {}),
+            **({"source_dtype": column.dtype.name} if is_cast else {}),
+        }
+
+    def write(
+        self,
+        plan: Plan,
+        create: Callable[[], dict[Key, ColumnOutput]],
+        *,
+        notes: RuleFindings,
+        advance: Callable[[int], object],
+        unfinished: Unfinished[ImagesPart],
+    ) -> WrittenRows:
+        """Write the rows of a plan, which may have the images of ``unfinished``.
+
+        The result has no table if an episode broke a rule. The rows must then be planned again.
+
+        Args:
+            plan: the last plan.
+            create: returns the columns, which may have the images.
+            notes: collects the findings.
+            advance: called with the number of bytes that were written.
+            unfinished: the images that are finished, to which further ones are added.
+
+        Raises:
+            CorpusError: a rule is broken. The message names file, episode and rule.
+            OSError: a file cannot be read, or no space is left.
+        """
+        self.judge.notes, known = notes, set(self.judge.bad)
+        checks = ValueChecks(self.source, [*self.columns.values()], self.kept, self.judge)
+        written = WrittenRows({}, {}, {})
         try:
-            writer = _Writer(directory, source, wanted, kept, policies, judge, unfinished)
+            columns = create()
         except NoRoomError:
             # A wrong shape or length breaks a rule. It must not look like a disk that is too small.
-            _read_first(source, kept, [column.key for column in wanted], judge)
-            if len(judge.bad) == known:
+            self._read_first(known)
+            if self.judge.bad.keys() == known:
                 raise
-            continue
-        writer.write(block_bytes, progress)
-        if len(judge.bad) == known:
-            writer.find_copies(choice)
-        if len(judge.bad) == known:
-            break
-    return writer.finish()
+        else:
+            writer = _Writer(self, plan, checks, columns, unfinished, advance)
+            written = writer.write(self._block_bytes)
+        numbers = self.kept.cumsum() - 1
+        for position in sorted(self.judge.bad.keys() - known):
+            why = self.judge.bad[position]
+            if self.kept[position]:
+                written.bad[int(numbers[position])] = why
+            else:
+                self._bad[position] = why
+        facts = self.source.facts
+        written.report = {
+            "skipped": list(self._skipped()),
+            "about": dict(facts),
+            **({"fps": facts["fps"]} if "fps" in facts else {}),
+        }
+        return written
+
+    def _read_first(self, known: Collection[int]) -> None:
+        """Read until each column has given a row, or to the end if an episode is bad."""
+        unread = set(self.columns)
+        for block in self.source.blocks(self.kept, list(self.columns), 1):
+            unread -= block.keys()
+            if not unread and self.judge.bad.keys() == known:
+                return
+
+    def _skipped(self) -> Iterator[Entry]:
+        for position in np.flatnonzero(~self.kept).tolist():
+            why = self.judge.bad.get(position, "it has no rows [V37]")
+            name = self.source.episodes.names[position]
+            yield {"file": self.source.location(position).name, "name": name, "why": why}
 
 
-def _read_first(
-    source: TableSource, kept: npt.NDArray[np.bool_], keys: Sequence[Key], judge: Judge
-) -> None:
-    """Read a source until each column has given a row, or to its end if an episode is bad."""
-    unread, known = set(keys), len(judge.bad)
-    for block in source.blocks(kept, keys, 1):
-        unread -= block.keys()
-        if not unread and len(judge.bad) == known:
-            return
+def _planned(of: TableEpisodes, at: npt.NDArray[np.int64]) -> SourceEpisodes:
+    """Return some episodes of a table, whose rows follow one another."""
+    lengths, spans = of.lengths[at], Spans()
+    starts = lengths.cumsum() - lengths
+    episodes = SourceEpisodes(spans, is_whole=True)
+    values = {
+        "file": of.files[at],
+        "number": of.numbers[at],
+        "base": of.lengths.cumsum()[at] - lengths,
+        "records": lengths,
+        "rows": lengths,
+        "start": starts,
+        "is_open": False,
+        "source_seed": of.seeds[at],
+        "success": of.success[at],
+        "terminated": -1,
+    }
+    episodes.extend(values, {})
+    each = zip(at.tolist(), of.files[at].tolist(), starts.tolist(), lengths.tolist(), strict=True)
+    for number, (position, file, start, rows) in enumerate(each):
+        place = (file, of.names[position], rows, number, number + 1, start, rows)
+        spans.append(EpisodeSpan(*place, leaves=frozenset(), form=0))
+    return episodes
 
 
 class _Digests:
@@ -167,88 +296,48 @@ class _Writer:
 
     def __init__(
         self,
-        directory: Path,
-        source: TableSource,
-        wanted: Sequence[SourceColumn],
-        kept: npt.NDArray[np.bool_],
-        policies: Policies,
-        judge: Judge,
+        table: TableConversion,
+        plan: Plan,
+        checks: ValueChecks,
+        columns: dict[Key, ColumnOutput],
         unfinished: Unfinished[ImagesPart],
+        advance: Callable[[int], object],
     ) -> None:
-        self.directory, self.source, self.policies, self.judge = directory, source, policies, judge
-        self._unfinished = unfinished
-        self._checks = ValueChecks(source, wanted, kept, judge)
-        self.positions, self._where = self._checks.positions, self._checks.where
-        self._starts, self._stops = self._checks.starts, self._checks.stops
-        self._kept, self._known = kept, len(judge.bad)
-        self._lengths = source.episodes.lengths[kept]
-        self.rows = int(self._stops[-1])
-        self._wanted = {column.key: column for column in wanted}
-        self._dtypes = {
-            column.key: column.dtype if column.frames else policies.stored_dtype(column.dtype)
-            for column in wanted
-        }
-        self._ends = {key: np.zeros(len(self.positions), bool) for key in (TERMINATED, TRUNCATED)}
-        self._returns = np.full(len(self.positions), np.nan)
-        self._statistics = {column.key: Statistics() for column in wanted if not column.frames}
+        self._table, self._plan, self.columns = table, plan, columns
+        self.source, self.judge, self._wanted = table.source, table.judge, table.columns
+        self._unfinished, self._advance = unfinished, advance
+        self._checks, self._where, self.positions = checks, checks.where, checks.positions
+        self._starts, self._stops = checks.starts, checks.stops
+        self._known = len(table.judge.bad)
+        self._ends = {key: np.zeros(len(self._stops), bool) for key in _ENDS}
+        self._returns = np.full(len(self._stops), np.nan)
+        plain = [key for key, column in table.columns.items() if not column.frames]
+        self._statistics = {key: Statistics() for key in plain if key not in _ENDS}
         self._digests = {
-            column.key: _Digests(self._stops)
-            for column in wanted
-            if column.key[0] in ("observation", "action") and not column.frames
+            key: _Digests(self._stops) for key in plain if key[0] in ("observation", "action")
         }
         self._handed: list[Future[None]] = []
         self._at = dict.fromkeys(self._wanted, 0)
-        slow = [key for key in getattr(source, "slow", ()) if key in self._wanted]
+        slow = [key for key in getattr(self.source, "slow", ()) if key in self._wanted]
         self._slow = {key: at for at, key in enumerate(slow)}
         self._of_episode = {key: Statistics() for key in slow}
-        is_new = not unfinished.finished
-        self.columns = self._create(is_new)
-        hold_back(directory)
-        images = [c.key for c in wanted if c.frames and c.frames["kind"] == "image"]
+        images = [c.key for c in self._wanted.values() if c.frames and c.frames["kind"] == "image"]
         self._images = {
-            key: _ImageFile(directory, key, len(source.attached) + at, is_new)
+            key: _ImageFile(
+                table.directory, key, len(self.source.attached) + at, not unfinished.finished
+            )
             for at, key in enumerate(images, 1)
         }
 
-    @property
-    def detects_copies(self) -> bool:
-        """True if the digests cover observations."""
-        return any(key[0] == "observation" for key in self._digests)
-
-    def _create(self, is_new: bool) -> dict[Key, ColumnOutput]:
-        specs = [
-            ColumnSpec(key, (REFERENCE_WIDTH,), torch.int64)
-            if column.frames
-            else ColumnSpec(key, column.shape, torch_dtype(self._dtypes[key]))
-            for key, column in self._wanted.items()
-            if key not in self._ends
-        ]
-        specs += [ColumnSpec(key, (1,), torch.bool) for key in _FLAGS]
-        specs += [ColumnSpec(key, (), torch.int64) for key in _IDS]
-        keys = {spec.key for spec in specs}
-        for key in keys:
-            above = next((key[:size] for size in range(1, len(key)) if key[:size] in keys), None)
-            if above is not None or sum(spec.key == key for spec in specs) > 1:
-                raise self._error(0, f"two columns have the key {format_key(above or key)}", "V10")
-        return create_columns(self.directory, specs, (self.rows,), is_new=is_new)
-
-    def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
-        return self._where(number, key).error(what, rule)
-
     # -- blocks -----------------------------------------------------------------------------------
 
-    def write(self, block_bytes: int, progress: bool | None) -> None:
+    def write(self, block_bytes: int) -> WrittenRows:
         """Write all blocks of the source, then flags and ids."""
-        at, source = self._at, self.source
+        at, source, keys = self._at, self.source, list(self._wanted)
         if self._slow:
             source.is_stored = self._adopt  # type: ignore[attr-defined]
-        total = sum(column.nbytes for column in self.columns.values())
-        with (
-            progress_bar("converting", total, progress) as self._advance,
-            synced_early(self.columns),
-            ThreadPoolExecutor(2) as self._threads,
-        ):
-            for block in source.blocks(self._kept, list(self._wanted), block_bytes):
+        with synced_early(self.columns), ThreadPoolExecutor(2) as self._threads:
+            for block in source.blocks(self._table.kept, keys, block_bytes):
                 for key, values in block.items():
                     self._write(key, values, at[key])
                     at[key] += len(values)
@@ -260,25 +349,46 @@ class _Writer:
                 for key in block.keys() & self._slow:
                     self._record(key)
             if len(self.judge.bad) > self._known:
-                return  # other rows will be written without these episodes
+                return WrittenRows({}, {}, {})  # other rows will be written without these episodes
             for key, count in at.items():
-                if count != self.rows:
+                if count != self._plan.rows:
                     raise self._error(
-                        len(self.positions) - 1,
-                        f"has {count} rows, expected {self.rows}",
+                        len(self._stops) - 1,
+                        f"has {count} rows, expected {self._plan.rows}",
                         "V34",
                         key,
                     )
             self._write_flags()
+        table = {
+            **known_table(self._plan),
+            "terminated": self._ends[TERMINATED],
+            "truncated": self._ends[TRUNCATED],
+            "return": self._returns,
+        }
+        if self._plan.detects_copies:
+            table["digest"] = self._digest()
+        return WrittenRows(self.columns, table, self._statistics, attached=self._attached())
+
+    def _attached(self) -> Iterator[AttachedFile]:
+        yield from attach_files(self._table.directory, self.source.attached)
+        for images in self._images.values():
+            yield images.describe()
+
+    def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
+        return self._where(number, key).error(what, rule)
 
     def _write(self, key: Key, values: Array, start: int) -> None:
         column = self._wanted[key]
         stop = start + len(values)
-        if stop > self.rows or values.shape[1:] != column.shape or values.dtype != column.dtype:
+        if (
+            stop > self._plan.rows
+            or values.shape[1:] != column.shape
+            or values.dtype != column.dtype
+        ):
             raise self._error(
-                self._episode(min(start, self.rows - 1)),
+                self._episode(min(start, self._plan.rows - 1)),
                 f"is {values.dtype} {list(values.shape[1:])} up to row {stop}, expected "
-                f"{column.dtype} {list(column.shape)} up to row {self.rows}",
+                f"{column.dtype} {list(column.shape)} up to row {self._plan.rows}",
                 "V11",
                 key,
             )
@@ -290,7 +400,7 @@ class _Writer:
             episodes, lasts = self._checks.check_ends(flags, key, start)
             self._ends[key][episodes] = flags[lasts]
             return
-        dtype = self._dtypes[key]
+        dtype = self._table.dtypes[key]
         stored = values
         if dtype != values.dtype:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -391,133 +501,24 @@ class _Writer:
     def _write_flags(self) -> None:
         # An episode that no flag ends is cut, which is a truncation.
         self._ends[TRUNCATED] |= ~self._ends[TERMINATED]
-        of = self.source.episodes
-        for start in range(0, self.rows, _FLAG_ROWS):
-            stop = min(start + _FLAG_ROWS, self.rows)
-            low, high = np.searchsorted(self._stops - 1, (start, stop))
-            counts = np.diff(np.minimum(self._stops[low : high + 1], stop), prepend=start)
-            positions = self.positions[low : high + 1]
-            lasts = self._stops[low:high] - 1 - start
-            done = np.zeros((stop - start, 1), bool)
-            for name in ("terminated", "truncated"):
-                flag = np.zeros_like(done)
-                flag[lasts, 0] = self._ends["next", name][low:high]
-                self.columns["next", name].write(start, flag)
-                done |= flag
-            self.columns["next", "done"].write(start, done)
-            for (name,), ids in zip(_IDS, (of.numbers, of.files), strict=True):
-                self.columns[name,].write(start, ids[positions].repeat(counts))
+        lasts, rows = self._stops - 1, range(self._plan.rows)
+        ends = {**self._ends, ("next", "done"): np.ones(len(lasts), bool)}
+        for key, is_end in ends.items():
+            store_flag(rows, key, lasts[is_end], is_set=True, block=_FLAG_ROWS, put=self._put)
+        for key, name in ((("episode",), "number"), (("seed",), "file")):
+            each = self._plan.episodes.column(name).astype(np.int64)
+            store_constant(rows, self._starts, key, each, block=_FLAG_ROWS, put=self._put)
         for name in DEFAULT_DONE_KEYS:
             self.columns[name,].finish()
 
-    # -- the end ----------------------------------------------------------------------------------
+    def _put(self, key: Key, row: int, values: Array) -> None:
+        self.columns[key].write(row, values)
 
     def _digest(self) -> npt.NDArray[np.uint8]:
         """Return the digest of observations and actions of each episode, uint8 ``[E, 16]``."""
         each = zip(*(digests.found for digests in self._digests.values()), strict=True)
         found = b"".join(hashlib.sha256(b"".join(parts)).digest()[:16] for parts in each)
         return np.frombuffer(found, np.uint8).reshape(-1, 16)
-
-    def find_copies(self, choice: str) -> None:
-        """Leave out or refuse episodes that repeat an earlier one (V36)."""
-        if choice == "keep":
-            return
-        if not self.detects_copies:
-            if self.policies.copies != "layout":
-                raise ValueError(
-                    f"copies={choice!r}: copies of episodes cannot be recognized if all "
-                    'observations are left out; keep observations, or pass copies="keep"'
-                )
-            return
-        for later, first in duplicates(self._digest()):
-            what = f"it has the observations and actions of {self._where(first).brief}"
-            if choice == "error":
-                raise self._error(later, what, "V36")
-            self.judge.bad[int(self.positions[later])] = f"{what} [V36]"
-
-    def finish(self) -> Converted:
-        """Attach files, and return the written columns."""
-        lasts = self._stops - 1
-        finals = {}
-        if self.policies.repeated == "once":
-            finals = store_once(self.directory, lasts, self.columns)
-        of, at = self.source.episodes, self.positions
-        table: dict[str, Array] = {
-            "start": self._starts,
-            "length": self._lengths,
-            "seed": of.files[at],
-            "episode": of.numbers[at],
-            "source_seed": of.seeds[at],
-            "success": of.success[at],
-            "terminated": self._ends[TERMINATED],
-            "truncated": self._ends[TRUNCATED],
-            "return": self._returns,
-        }
-        copies = []
-        if self.detects_copies:
-            table["digest"] = self._digest()
-            copies = [[self._named(each) for each in pair] for pair in duplicates(table["digest"])]
-        notes = self.judge.notes
-        report = {
-            "left_out": [dict(entry) for entry in self.source.left_out],
-            "skipped": list(self._skipped()),
-            "numbering": [],
-            "files": [],
-            "duplicates": [{"episode": a, "same_as": b} for a, b in copies],
-            "warnings": [record_of(note) for note in notes],
-            "removed": [],
-            "splits": self._splits(),
-            "about": dict(self.source.facts),
-        }
-        if "fps" in self.source.facts:
-            report["fps"] = self.source.facts["fps"]
-        return Converted(
-            self._where(0).file,
-            tuple(self._described(self.columns)),
-            tuple(self._described(finals)),
-            table,
-            (of.names[position] for position in at.tolist()),
-            report,
-            notes,
-            (
-                *attach_files(self.directory, self.source.attached),
-                *(images.describe() for images in self._images.values()),
-            ),
-        )
-
-    def _described(self, columns: Mapping[Key, ColumnOutput]) -> Iterator[Any]:
-        for key, output in columns.items():
-            facts: dict[str, Any] = {}
-            column = self._wanted.get(key)
-            if column is not None and key not in self._ends:
-                facts = {"source": column.source}
-                if column.frames:
-                    facts["frames"] = dict(column.frames)
-                else:
-                    facts["statistics"] = self._statistics[key].to_json()
-                if self._dtypes[key] != column.dtype:
-                    facts["source_dtype"] = column.dtype.name
-            yield output.describe(self.directory, facts)
-
-    def _named(self, number: int) -> list[str]:
-        position = int(self.positions[number])
-        return [self.source.location(position).name, self.source.episodes.names[position]]
-
-    def _skipped(self) -> Iterator[dict[str, str]]:
-        names, lengths = self.source.episodes.names, self.source.episodes.lengths
-        for position in np.flatnonzero(~self._kept).tolist():
-            why = self.judge.bad.get(position)
-            if why is None and lengths[position] == 0:
-                why = "it has no rows [V37]"
-            file = self.source.location(position).name
-            yield {"file": file, "name": names[position], "why": str(why)}
-
-    def _splits(self) -> dict[str, list[int]]:
-        at = {int(position): number for number, position in enumerate(self.positions)}
-        return {
-            name: [at[each] for each in positions if each in at]
-            for name, positions in self.source.splits.items()
-        }
 
 
 class _ImageFile:

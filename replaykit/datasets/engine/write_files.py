@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from replaykit.datasets.column_files import ColumnOutput, ColumnSpec, create_columns, synced_early
 from replaykit.datasets.column_statistics import Statistics
+from replaykit.datasets.dataset_manifest import AttachedFile
 from replaykit.datasets.engine.layout import DropLeaves
-from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.engine.plan import Plan, column_specs
+from replaykit.datasets.engine.locations import RuleFindings
+from replaykit.datasets.engine.plan import H5Plan, Plan, column_specs
 from replaykit.datasets.engine.policies import Judge, Policies
-from replaykit.datasets.engine.resuming import FilePart, Unfinished
+from replaykit.datasets.engine.resuming import FilePart, Unfinished, drop_damaged
 from replaykit.datasets.engine.row_writer import RowWriter, empty_table
 from replaykit.datasets.engine.source_files import open_sources
 from replaykit.datasets.publishing import hold_back
@@ -40,40 +41,44 @@ little of the total time.
 
 
 @dataclass
-class WrittenFile:
-    """The results of all files whose rows were written.
+class WrittenRows:
+    """The rows of a plan in their columns, and the results of writing them.
 
     Attributes:
-        table: the episode table.
-        statistics: the statistics of each column.
-        facts: the result of `Layout.file_facts` for each file.
+        columns: the columns.
+        table: the episode table; empty if the rows must be planned and written again.
+        statistics: the statistics of columns of values.
+        report: entries of the report.
         bad: the reasons to leave out episodes, by position.
+        attached: the files next to the columns, which are made when they are asked for.
     """
 
+    columns: dict[Key, ColumnOutput]
     table: dict[str, npt.NDArray[Any]]
     statistics: dict[Key, Statistics]
-    facts: list[dict[str, Any]]
-    bad: dict[int, str]
+    report: dict[str, Any] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    attached: Iterable[AttachedFile] = ()
 
 
 def write_files(
-    plan: Plan,
-    sources: Sources,
-    columns: Mapping[Key, ColumnOutput],
+    plan: H5Plan,
+    create: Callable[[], dict[Key, ColumnOutput]],
     *,
+    sources: Sources,
     block_bytes: int,
     on_invalid: str,
     workers: int,
     notes: RuleFindings,
     advance: Callable[[int], object],
     unfinished: Unfinished[FilePart],
-) -> WrittenFile:
+) -> WrittenRows:
     """Write the rows of all files that are not finished yet.
 
     Args:
         plan: the plan of the data set.
+        create: returns the columns, with the rows of finished files.
         sources: the files.
-        columns: the column files of `column_specs`, which contain only the rows of finished files.
         block_bytes: number of bytes of one leaf in one read of a worker.
         on_invalid: as in `Policies`.
         workers: number of processes that write, including this process. Each writes one file after
@@ -88,10 +93,14 @@ def write_files(
         OSError: no space is left.
         RuntimeError: a worker died.
     """
+    columns = create()
+    drop_damaged(unfinished.finished, columns, plan)
     filled = empty_table(len(plan.episodes))
-    table = {**_known(plan), **filled}
-    found = WrittenFile(
-        table, {key: Statistics() for key in columns}, [{} for _ in sources.files], {}
+    found = WrittenRows(
+        columns,
+        {**known_table(plan), **filled},
+        {key: Statistics() for key in columns},
+        {"files": [], "rules": plan.layout.declaration()},
     )
     spans = plan.spans.by_file()
     write = partial(
@@ -105,7 +114,7 @@ def write_files(
         if len(left) <= _MOST_ORDERED:
             left.sort(key=lambda index: len(_rows(plan, spans[index])), reverse=True)
         parts = _as_they_come(write, mine, left, min(workers, len(left)))
-    with closing(_in_order(spans, parts, unfinished)) as ordered:
+    with synced_early(columns), closing(_in_order(spans, parts, unfinished)) as ordered:
         for part in ordered:
             if part.dropped is not None:
                 raise part.dropped
@@ -119,11 +128,13 @@ def write_files(
                 found.statistics[key].merge(part.statistics[key])
             notes.extend(part.notes)
             found.bad.update(part.bad)
-            found.facts[part.index] = {**plan.about.get(part.index, {}), **part.facts}
+            facts = {**plan.about.get(part.index, {}), **part.facts}
+            if facts:
+                found.report["files"].append({"file": sources.files[part.index].name, **facts})
     return found
 
 
-def _known(plan: Plan) -> dict[str, npt.NDArray[Any]]:
+def known_table(plan: Plan) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of the episode table that a plan determines."""
     names = {
         "start": "start",
@@ -166,14 +177,14 @@ def _as_they_come(
                     yield future.result()
 
 
-def _in_order(indices: Iterable[int], parts: _Parts, unfinished: Unfinished[FilePart]) -> _Parts:
+def _in_order(indices: Collection[int], parts: _Parts, unfinished: Unfinished[FilePart]) -> _Parts:
     """Yield finished and newly written parts in the order of the files; record the new ones."""
     waiting = dict(unfinished.finished)
     with closing(parts):
         for index in indices:
             while index not in waiting:
                 part = next(parts)
-                if part.dropped is None:
+                if part.dropped is None and len(indices) > 1:
                     unfinished.record(part)
                 waiting[part.index] = part
             yield waiting.pop(index)
@@ -186,7 +197,7 @@ def _rows(plan: Plan, spans: range) -> range:
 
 
 def _write_file(
-    plan: Plan,
+    plan: H5Plan,
     sources: Sources,
     columns: Mapping[Key, ColumnOutput],
     by_file: Mapping[int, range],
@@ -273,18 +284,16 @@ def has_rows_of(before: Plan, after: Plan, kept: Index) -> bool:
 
 def without_episodes(
     directory: Path,
-    columns: Mapping[Key, ColumnOutput],
-    written: WrittenFile,
+    written: WrittenRows,
     before: Plan,
     after: Plan,
     kept: Index,
-) -> tuple[dict[Key, ColumnOutput], WrittenFile]:
-    """Remove the episodes that are not kept; return the remaining columns and results.
+) -> WrittenRows:
+    """Remove the episodes that are not kept.
 
     Args:
         directory: the directory of the unfinished data set.
-        columns: the complete columns of the data set.
-        written: the results of the columns.
+        written: the complete rows of the data set.
         before, after: the plans with and without the episodes.
         kept: the positions of the remaining episodes, in order; see `has_rows_of`.
 
@@ -295,14 +304,14 @@ def without_episodes(
         OSError: the file system fails. The message names the file.
     """
     runs = _runs(before, after, kept)
-    found = {key: ColumnOutput(c.path, c.spec, (after.rows,)) for key, c in columns.items()}
+    found = {key: ColumnOutput(c.path, c.spec, (after.rows,)) for key, c in written.columns.items()}
     statistics = {key: _move(column, runs) for key, column in found.items()}
     # This shortens the files and their descriptions.
     create_columns(directory, column_specs(after), (after.rows,), is_new=False)
     hold_back(directory)
     table = {name: values[kept] for name, values in written.table.items()}
     table["start"] = after.episodes.column("start")
-    return found, WrittenFile(table, statistics, written.facts, {})
+    return WrittenRows(found, table, statistics, written.report)
 
 
 def _runs(before: Plan, after: Plan, kept: Index) -> list[tuple[int, int, int]]:
@@ -344,7 +353,6 @@ def condense(
     columns: dict[Key, ColumnOutput],
     policies: Policies,
     notes: RuleFindings,
-    location: Location,
 ) -> list[dict[str, Any]]:
     """Remove constant and duplicate info columns, as the policies require.
 
@@ -355,7 +363,6 @@ def condense(
         policies: the caller's decisions.
         notes: collects the constant columns that are kept because the manifest cannot hold their
             value.
-        location: the first file.
 
     Returns:
         The key of each removed column, with its value or the key of the equal column, as JSON
@@ -377,7 +384,7 @@ def condense(
             else:
                 name = "/".join(key)
                 text = f"{name} is constant and kept as a column: {why}"
-                notes.add("V13", text, location, name=name)
+                notes.add("V13", text, plan.first, name=name)
     if policies.duplicate == "drop":
         gone = {tuple(entry["key"]) for entry in removed}
         seen: dict[tuple[Any, ...], list[Key]] = {}
