@@ -22,7 +22,7 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import siblings
 from replaykit.testing.robohive_files import make_trial
-from tests.datasets.converted import content
+from tests.datasets.converted import content, files_of
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
 from tests.datasets.trials import (
@@ -151,6 +151,7 @@ def _touched(files: list[Path]) -> None:
     ("change", "options"),
     [
         (None, {"options": ConvertOptions(policies=Policies(casts={"float64": "float32"}))}),
+        (None, {"options": ConvertOptions(policies=Policies(exclude=["info"]))}),
         (None, {"options": ConvertOptions(block_bytes=1 << 12)}),
         (None, {"identity": {"dataset_id": "other"}}),
         (None, {"layout": replace(ROBOHIVE, version=ROBOHIVE.version + 1)}),
@@ -171,6 +172,8 @@ def test_changed_conversion_restarts_and_removes_unfinished_files(
 
     assert written(convert) == names
     assert not unfinished.exists()
+    stored = {name for name, *_ in open_published(target).manifest.files()}
+    assert {name for name in files_of(target) if not name.endswith(".json")} == stored
 
 
 def _flip(path: Path, at: int) -> None:

@@ -183,8 +183,9 @@ def test_bad_values_are_refused_or_left_out(
     with pytest.raises(CorpusError, match=rf"{text}.*\[{rule}\]"):
         convert(source, layout, tmp_path / "data")
     assert not (tmp_path / "data").exists()
+    policies = Policies(on_invalid="skip", copies="drop")
     with pytest.warns(UserWarning, match=rf"skipped.*\[{rule}\]"):
-        data = convert(source, layout, tmp_path / "data", policies=Policies(on_invalid="skip"))
+        data = convert(source, layout, tmp_path / "data", policies=policies)
     assert data.published.manifest.episodes == 2
     assert all(finding.ok for finding in validate(tmp_path / "data"))
 
@@ -290,6 +291,9 @@ def test_copies_of_episodes(tmp_path: Path) -> None:
         assert len(convert(twice, None, tmp_path / "keep")) == 11
     with pytest.raises(CorpusError, match=r"trajectory_2.*trajectory_0 \[V36\]"):
         convert(twice, None, tmp_path / "data", policies=Policies(copies="error"))
+    unseen = Policies(copies="drop", exclude=["observation", ("next", "observation")])
+    with pytest.raises(ValueError, match="copies of episodes cannot be recognized"):
+        convert(twice, None, tmp_path / "data", policies=unseen)
     with pytest.warns(UserWarning, match="V36"):
         data = convert(twice, None, tmp_path / "data", policies=Policies(copies="drop"))
     assert data.episode_table["episode"].tolist() == [0, 1]

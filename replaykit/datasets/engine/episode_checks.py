@@ -20,6 +20,8 @@ from replaykit.datasets.engine.row_batches import Runs, Stretch, StretchReader
 from replaykit.errors import CorpusError
 from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
+Index = npt.NDArray[np.int64]
+
 
 def is_image(leaf: PlannedLeaf) -> bool:
     """Return whether a leaf counts as images: an observation of bytes ``[H, W, ...]``."""
@@ -149,32 +151,35 @@ class StretchChecks:
         return np.frombuffer(joined, np.uint8).reshape(-1, nbytes)
 
     def _digest(self, start: int, block: npt.NDArray[Any], extra: int) -> None:
+        size = block[:1].nbytes
+        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+        where, begins, ends = self._parts(start, block, extra)
+        bounds = (begins * size).tolist(), (ends * size).tolist()
+        for digest, begin, end in zip(self._digests[where], *bounds, strict=True):
+            digest.update(content[begin:end])
+
+    def _parts(self, start: int, block: npt.NDArray[Any], extra: int) -> tuple[slice, Index, Index]:
+        """Return the episodes with records in a block, and the bounds of their records there."""
         stop = start + len(block)
         first = int(np.searchsorted(self._at.stops + extra, start, "right"))
         last = int(np.searchsorted(self._at.bases, stop, "left"))
-        size = block[:1].nbytes
-        content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
-        begins = (np.maximum(self._at.bases[first:last], start) - start) * size
-        ends = (np.minimum(self._at.stops[first:last] + extra, stop) - start) * size
-        digests = self._digests[first:last]
-        for digest, begin, end in zip(digests, begins.tolist(), ends.tolist(), strict=True):
-            digest.update(content[begin:end])
+        begins = np.maximum(self._at.bases[first:last], start) - start
+        ends = np.minimum(self._at.stops[first:last] + extra, stop) - start
+        return slice(first, last), begins, ends
 
     def _check_values(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> None:
         frames = self._frames.setdefault(leaf.field, FrameChecks(leaf.path, self._judge.notes))
-        stop = start + len(block)
-        first = int(np.searchsorted(self._at.stops + leaf.extra, start, "right"))
-        last = int(np.searchsorted(self._at.bases, stop, "left"))
-        for i in range(first, last):
-            begin, end = int(self._at.bases[i]), int(self._at.stops[i]) + leaf.extra
-            part = block[max(start, begin) - start : min(stop, end) - start]
+        where, begins, ends = self._parts(start, block, leaf.extra)
+        bounds = zip(begins.tolist(), ends.tolist(), strict=True)
+        for i, (begin, end) in enumerate(bounds, where.start):
             episode = self._stretch.episode(i)
             location = self._stretch.location.at(
                 group=episode.group or None,
                 key=leaf.path,
                 record=None if episode.is_whole else episode.base,
             )
-            frames.check(part, is_end=stop >= end, location=location)
+            is_end = start + end == int(self._at.stops[i]) + leaf.extra
+            frames.check(block[begin:end], is_end=is_end, location=location)
 
     def _require_bounds(
         self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Runs
@@ -231,11 +236,7 @@ class StretchChecks:
             self.ends[leaf.field] = (np.full(count, NEVER), np.zeros(count, np.bool_))
         first, last = self.ends[leaf.field]
         records = start + np.flatnonzero(block.reshape(len(block)))
-        episodes = np.searchsorted(self._at.stops + leaf.extra, records, "right")
-        known = episodes < len(self._at.stops)
-        records, episodes = records[known], episodes[known]
-        inside = records >= self._at.bases[episodes]
-        records, episodes = records[inside], episodes[inside]
+        episodes, records = self._in_episodes(records, leaf.extra)
         np.minimum.at(first, episodes, records)
         last[episodes[records == self.finals(leaf.field)[episodes]]] = True
 
@@ -257,19 +258,22 @@ class StretchChecks:
             at = self._stretch.location_at(record, leaf.path)
             self._judge.notes.add("V27", text, at, name=leaf.path)
 
-    def _first_in_each(
-        self, records: npt.NDArray[np.int64], extra: int
-    ) -> Iterator[tuple[int, int]]:
-        """Yield each episode that contains any of the records, with the first such record.
+    def _first_in_each(self, records: Index, extra: int) -> Iterator[tuple[int, int]]:
+        """Yield each episode that contains any of the records, with the first such record."""
+        episodes, records = self._in_episodes(records, extra)
+        found, at = np.unique(episodes, return_index=True)
+        yield from zip(found.tolist(), records[at].tolist(), strict=True)
+
+    def _in_episodes(self, records: Index, extra: int) -> tuple[Index, Index]:
+        """Return the episodes of records, and the records.
 
         Records of episodes that were left out are ignored.
         """
         episodes = np.searchsorted(self._at.stops + extra, records, "right")
-        known = episodes < len(self._at.bases)
+        known = episodes < len(self._at.stops)
         records, episodes = records[known], episodes[known]
         inside = records >= self._at.bases[episodes]
-        found, at = np.unique(episodes[inside], return_index=True)
-        yield from zip(found.tolist(), records[inside][at].tolist(), strict=True)
+        return episodes[inside], records[inside]
 
 
 Marks = npt.NDArray[np.bool_]
@@ -426,8 +430,6 @@ def check_alignment(
             f"record, but row {int(rows[np.argmax(wrong)])} holds that of another one [{rule}]"
         )
 
-
-Index = npt.NDArray[np.int64]
 
 _READ_BYTES: Final = 1 << 20
 """Number of bytes of a column in one check. They stay in a fast cache."""

@@ -406,14 +406,6 @@ OBSERVED_KEY: Final[Key] = ("next", "observed")
 
 The column exists only if there are such rows.
 """
-ALWAYS_KEYS: Final[tuple[Key, ...]] = (
-    *((name,) for name in DEFAULT_DONE_KEYS),
-    *(("next", name) for name in DEFAULT_DONE_KEYS),
-    OBSERVED_KEY,
-    ("episode",),
-    ("seed",),
-)
-"""The columns that no leaf fills. `OBSERVED_KEY` is used only if it is needed."""
 
 
 def presence_key(target: Key) -> Key:

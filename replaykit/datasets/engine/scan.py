@@ -16,10 +16,10 @@ from replaykit.datasets.engine.episode_finders import EpisodeRefs, Segments
 from replaykit.datasets.engine.fields import Preceded, Target
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.h5_values import Held
-from replaykit.datasets.engine.layout import Layout, SourceFacts
+from replaykit.datasets.engine.layout import ALWAYS, Layout, SourceFacts
 from replaykit.datasets.engine.locations import WHOLE_FILE, Location, RuleFindings, path_below
 from replaykit.datasets.engine.plan import (
-    ALWAYS_KEYS,
+    OBSERVED_KEY,
     Entry,
     EpisodeSpan,
     H5Plan,
@@ -474,7 +474,7 @@ class _Scan:
         if not self.without and not self.excluded:
             # This is checked in the first scan only. Later scans may leave out the keys in
             # policies.
-            self.schema.check_policies(ALWAYS_KEYS)
+            self.schema.check_policies((*ALWAYS, OBSERVED_KEY))
         layout = self.schema.layout
         leaves, left_out = self.schema.leaves()
         observed = {leaf.is_unwanted for leaf in leaves if leaf.role == "observation"}
