@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import os
 import sys
 import threading
@@ -127,19 +126,19 @@ def pieces_of(tensors: list[torch.Tensor]) -> list[Piece]:
     If the tensors are a small part of their memory, each tensor is a separate piece. A contiguous
     copy then replaces the tensor in the list.
     """
-    memories: dict[tuple[torch.device, int], list[tuple[int, int, int]]] = {}
+    memories: dict[tuple[torch.device, int, int], list[int]] = {}
     for number, tensor in enumerate(tensors):
-        start, stop = _span(tensor)
-        key = (tensor.device, tensor.data_ptr() - start)
-        memories.setdefault(key, []).append((stop, start, number))
+        # Two memories of different sizes may begin at the same address.
+        memory = tensor.untyped_storage()
+        key = (tensor.device, memory.data_ptr(), memory.nbytes())
+        memories.setdefault(key, []).append(number)
     pieces = []
-    for spans in memories.values():
-        # Two memories of different sizes may begin at the same address: read the larger one.
-        last, _, largest = max(spans)
-        first = min(start for _, start, _ in spans) // ALIGNMENT * ALIGNMENT
-        numbers = [number for _, _, number in spans]
+    for numbers in memories.values():
+        spans = [_span(tensors[number]) for number in numbers]
+        first = min(start for start, _ in spans) // ALIGNMENT * ALIGNMENT
+        last = max(stop for _, stop in spans)
         if sum(tensors[number].nbytes for number in numbers) * 2 >= last - first:
-            pieces.append(Piece(bytes_of(tensors[largest], first, last), numbers, first))
+            pieces.append(Piece(bytes_of(tensors[numbers[0]], first, last), numbers, first))
             continue
         for number in numbers:
             tensors[number] = tensors[number].clone(memory_format=torch.contiguous_format)
@@ -160,9 +159,9 @@ def view_in(tensor: torch.Tensor, shift: int) -> View:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the range of the tensor's bytes in its memory."""
-    size, offset, stride = tensor.dtype.itemsize, int(tensor.storage_offset()), tensor.stride()
-    stop = offset + sum(map(operator.mul, tensor.shape, stride)) - sum(stride) + 1
-    return offset * size, stop * size
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    size, offset = tensor.dtype.itemsize, int(tensor.storage_offset())
+    return offset * size, (offset + reach + 1) * size
 
 
 def bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:

@@ -67,60 +67,6 @@ class Handle(Loading[DataT], BufferHandle):
     def next(self) -> DataT | None:
         """Return the next batch of the iteration, or None at its end."""
 
-    # -- writing ------------------------------------------------------------------------------
-
-    @abstractmethod
-    def add_async(self, data: Any) -> RemoteResult:
-        """Send one row to be stored, like ``extend_async``; do not wait.
-
-        Returns:
-            A future with the result or error of ``add``.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-            ...                          backend="local") as rb:
-            ...     [rb.add_async(torch.tensor(row)) for row in (5, 6, 7)][-1].result(), rb[:]
-            (2, tensor([5, 6, 7]))
-        """
-
-    @abstractmethod
-    def extend_async(self, data: Any) -> RemoteResult:
-        """Send a batch to be stored; do not wait.
-
-        The rows are copied, so the caller may change the data afterwards. Keywords are the same as
-        those of ``extend``, without ``timeout`` for shards.
-
-        Returns:
-            A future with the result or error of ``extend``. Use ``await`` or ``result()`` to get
-            it. If the caller does not ask for it, the next write, ``flush`` or ``close`` raises the
-            error.
-
-        Raises:
-            Exception: the error of an earlier write whose result was not asked for. Shards also
-                refuse rows here, with the errors of ``extend``. In both cases, this batch is not
-                written.
-
-        Writes of one handle are stored in order. If more than 16 writes are under way, the call
-        waits for the oldest write. Writes that are still under way when the process ends may be
-        lost; ``flush`` waits for them. With shards, other writes, updates, saves and ``close`` wait
-        for the asynchronous writes of the handle, but samples do not.
-
-        With a rate limiter, each asynchronous write waits without a time limit until the limiter
-        admits its rows. The writes keep their order. Calls that do not write rows do not wait for
-        such delayed writes.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-            ...                          backend="local") as rb:
-            ...     under_way = [rb.extend_async(torch.zeros(2)) for _ in range(2)]
-            ...     [index.result().tolist() for index in under_way], len(rb)
-            ([[0, 1], [2, 3]], 4)
-        """
-
     # -- sampling -----------------------------------------------------------------------------
 
     @overload
@@ -192,38 +138,6 @@ class Handle(Loading[DataT], BufferHandle):
         the messages to the shards. The call does not wait for the second message.
         """
         return self._sample(batch_size, return_info, include_info, timeout)
-
-    @abstractmethod
-    def sample_async(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-    ) -> RemoteResult:
-        """Request a batch without waiting for it.
-
-        Args:
-            batch_size, return_info, include_info: as for ``sample``.
-
-        Returns:
-            A future with the result or error of ``sample``. Use ``await`` or ``result()`` to get
-            it. With ``prefetch`` the future holds the oldest batch under way.
-
-        With shards, the call waits for new masses if the known ones are older than ``max_age``.
-        With a rate limiter, ``result(timeout)`` also waits for the limiter. The limiter counts a
-        batch when it is delivered. The client sends the request for a batch as soon as it knows
-        that enough rows are stored.
-
-        Example:
-            >>> import torch
-            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
-            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
-            ...                          batch_size=2, backend="local") as rb:
-            ...     _ = rb.extend(torch.ones(6))
-            ...     first, second = rb.sample_async(), rb.sample_async(3)
-            ...     first.result(), second.result()
-            (tensor([1., 1.]), tensor([1., 1., 1.]))
-        """
 
     def __iter__(self) -> Iterator[DataT]:
         """Yield the batches of ``next`` until the sampler has no more rows.
@@ -364,15 +278,9 @@ def _forwarded(name: str, original: Any) -> Callable[..., Any]:
 
 
 def _forwarded_property(name: str) -> property:
-    original = getattr(ReplayBuffer, name)
-
-    def change(self: Any, value: Any) -> None:
-        self._apply(setattr, name, value).result()
-
     return property(
         lambda self: self._read(name),
-        change if original.fset else None,
-        doc=f"{_first_line(original)} An object is returned as a copy.",
+        doc=f"{_first_line(getattr(ReplayBuffer, name))} An object is returned as a copy.",
     )
 
 
@@ -502,6 +410,15 @@ class Forwarding(Handle[DataT]):
     @checkpointer.setter
     def checkpointer(self, value: object) -> None:
         check_no_checkpointer(value)
+
+    @property
+    def dim_extend(self) -> int:
+        """The time dimension of written data. It cannot be changed later."""
+        return int(self._read("dim_extend"))
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        self._apply(setattr, "dim_extend", value).result()
 
     # -- for loaders and ensembles ------------------------------------------------------------
 

@@ -253,7 +253,6 @@ class Host:
             check_ahead(self._buffer)
         return pack(self._next_of(client, number))
 
-    step_1 = step
     step_2 = _each(2, step)
     step_4 = _each(4, step)
 

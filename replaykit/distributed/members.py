@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from replaykit.distributed.protocol import (
     ShardDied,
@@ -22,12 +22,10 @@ from replaykit.distributed.protocol import (
 )
 from replaykit.distributed.requests import Reply
 from replaykit.distributed.shard_pacing import PaceKeeper
+from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
-
-if TYPE_CHECKING:
-    from replaykit.distributed.shards import AnySupervisor, Shard
 
 Sent: TypeAlias = tuple[int, Reply]
 """A message under way: the incarnation of the shard, and the future answer."""
@@ -301,10 +299,13 @@ def check_on_loss(on_loss: object) -> None:
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
 
+_FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()
+
+
 class Tickets:
     """The factory of tickets for a client's calls. Thread-safe.
 
-    Without a rate limiter, no call waits.
+    Without a rate limiter, its methods return empty contexts and no call waits.
 
     Attributes:
         keeper: the counter for all clients, or None without a rate limiter.
@@ -313,9 +314,14 @@ class Tickets:
     def __init__(self, members: ShardMembers) -> None:
         self._members, self.keeper = members, members.supervisor.pace
 
-    def ticket(self, side: int, timeout: float | None) -> ShardTicket:
+    def ticket(
+        self, side: int, timeout: float | None
+    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
         """Return the ticket of a write or sample that waits at most ``timeout`` seconds."""
-        return ShardTicket(self._members, self.keeper, side, checked_timeout(timeout))
+        timeout = checked_timeout(timeout)
+        return (
+            _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)
+        )
 
     def may_sample(self, count: int) -> bool:
         """Return whether a sample would not wait."""
@@ -339,21 +345,18 @@ class ShardTicket:
     of the shards that the client knows.
 
     Attributes:
-        keeper: the counter that gives the right, or None if every call has it.
-        until: the time at which the call stops waiting for the right, or None if it waits without a
-            limit.
-        sampled: the number of delivered samples.
+        keeper: the counter that gives the right.
+        until: the time at which the call stops waiting, or None if it waits without a limit.
     """
 
     def __init__(
-        self, members: ShardMembers, keeper: PaceKeeper | None, side: int, timeout: float | None
+        self, members: ShardMembers, keeper: PaceKeeper, side: int, timeout: float | None
     ) -> None:
         self._members, self.keeper, self._side = members, keeper, side
-        self.until: float | None = None
-        if timeout is not None and keeper is not None:
-            self.until = time.monotonic() + timeout
+        self._timeout = timeout
+        self.until = None if timeout is None else time.monotonic() + timeout
         self._right: tuple[Any, int] | None = None
-        self.sampled = 0
+        self._sampled = 0
 
     def admit(self, count: int, timeout: float | None = None) -> bool:
         """Wait for the right; return whether it was available at once.
@@ -363,19 +366,21 @@ class ShardTicket:
         Args:
             timeout: seconds to wait, or None for the time that the call has left.
         """
-        if self.keeper is None:
-            return True
         if timeout is None and self.until is not None:
             timeout = max(0.0, self.until - time.monotonic())
         name, at_once = self.keeper.admit(self._side, count, timeout)
         self._right = name, count
         return at_once
 
+    def sampled(self, count: int) -> None:
+        """Record the number of delivered samples."""
+        self._sampled = count
+
     def __enter__(self) -> ShardTicket:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.keeper is not None and self._right is not None:
+        if self._right is not None:
             name, count = self._right
             counts = self._members.reports()
-            self.keeper.end(name, self._side, count, self.sampled, counts)
+            self.keeper.end(name, self._side, count, self._sampled, counts)

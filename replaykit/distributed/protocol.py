@@ -17,7 +17,7 @@ from tensordict import is_tensorclass
 from replaykit._compat import TensorDict, fields_of, fresh_strided, has_names, new_tensordict
 from replaykit.errors import SchemaError
 from replaykit.structure import Node, Path, build, flatten
-from replaykit.transfer import Packing, View, is_plain, pieces_of, view_in
+from replaykit.transfer import bytes_of, is_plain
 
 
 class ShardDied(ConnectionError):
@@ -280,6 +280,7 @@ PICKLED is any other value, pickled without its tensors. SELF means the object w
 called.
 """
 
+_ALIGNMENT = 64
 _TOGETHER_BYTES = 2**14
 """The size in bytes below which pieces share a buffer.
 
@@ -288,14 +289,26 @@ Separate buffers for small pieces would take longer.
 
 _NATIVE = (type(None), bool, int, float, str)
 
-_Place = tuple[View, int]
-"""The place of a tensor: its view of a buffer, and the number of the buffer.
+_LeafHeader = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
+"""The place of a tensor: dtype, shape, strides, first byte in its piece, and piece.
 
-The number is -1 for a tensor without values.
+The piece is given by its number, which is -1 for a tensor without values.
 """
 
+_Lying = tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]
+"""A tensor in its memory: dtype, shape, strides, first value, number of the memory."""
+
+
+class _Order(NamedTuple):
+    """The buffer and offset of each piece, and the size of the buffer of small pieces."""
+
+    numbers: tuple[int, ...]
+    shifts: tuple[int, ...]
+    together: int
+
+
 _Views = tuple[tuple[int, torch.dtype], ...]
-"""The buffers, with the dtypes of their views."""
+"""The pieces, with the dtypes of their views."""
 
 _Parts = tuple[tuple[int, torch.Size, tuple[int, ...], int], ...]
 """The tensors over the views, as number of the view, shape, strides and first value."""
@@ -415,38 +428,121 @@ def _build(tree: tuple[Any, ...], leaves: Iterator[torch.Tensor]) -> TensorDict:
     return new_tensordict(items, torch.Size(batch_size), device)
 
 
-def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_Place, ...], list[Any]]:
+def _located(leaves: list[torch.Tensor]) -> tuple[tuple[_LeafHeader, ...], list[Any]]:
     """Return the places of dense CPU tensors, and the buffers of their pieces.
 
-    Small pieces share a buffer. Tensors that are a small part of their memory are copied.
+    Tensors that are a small part of their memory are copied. Cost: one loop over the leaves of a
+    batch, about a microsecond per leaf. The cuts are cached, since all batches of a buffer have the
+    same layout.
     """
-    filled = [leaf for leaf in leaves if leaf.numel()]
-    pieces, found = pieces_of(filled), {}
-    blocks: list[torch.Tensor] = []
-    small = [piece for piece in pieces if len(piece.raw) < _TOGETHER_BYTES]
-    if len(small) > 1:
-        packing = Packing(filled, small)
-        blocks.append(torch.empty(packing.nbytes, dtype=torch.uint8, device="cpu"))
-        packing.fill(blocks[0])
-        found = {number: (view, 0) for number, view in packing.views.items()}
-        pieces = [piece for piece in pieces if len(piece.raw) >= _TOGETHER_BYTES]
-    for piece in pieces:
-        for number in piece.numbers:
-            found[number] = view_in(filled[number], -piece.first), len(blocks)
-        blocks.append(piece.raw)
-    numbers = iter(range(len(filled)))
-    places = [
-        found[next(numbers)]
-        if leaf.numel()
-        else (View(leaf.dtype, leaf.shape, leaf.stride(), 0), -1)
-        for leaf in leaves
-    ]
-    buffers: list[Any] = [block.numpy() for block in blocks]
-    return tuple(places), [pickle.PickleBuffer(buffer) for buffer in buffers]
+    # Two tensors may begin at the same address and have two torch storages of different sizes. Both
+    # are then read through the storage whose tensors extend to the farthest byte.
+    memories: dict[int, int] = {}
+    lying: list[_Lying] = []
+    for leaf in leaves:
+        dtype, offset = leaf.dtype, int(leaf.storage_offset())
+        begin = leaf.data_ptr() - offset * dtype.itemsize
+        memory = memories.setdefault(begin, len(memories))
+        lying.append((dtype, leaf.shape, leaf.stride(), offset, memory))
+    sparse, places, cuts, order = _cut(tuple(lying))
+    if sparse:
+        dense = [
+            leaf.detach().clone(memory_format=torch.contiguous_format) if at in sparse else leaf
+            for leaf, (*_, at) in zip(leaves, lying, strict=True)
+        ]
+        return _located(dense)
+    return places, _blocks([bytes_of(leaves[at], low, high) for at, low, high in cuts], order)
 
 
 @lru_cache(maxsize=512)
-def _header(tree: tuple[Any, ...] | None, places: tuple[_Place, ...]) -> bytes:
+def _cut(
+    lying: tuple[_Lying, ...],
+) -> tuple[frozenset[int], tuple[_LeafHeader, ...], tuple[tuple[int, int, int], ...], _Order]:
+    """Return the sparse memories, the places of tensors, the pieces to cut out, and their order.
+
+    A piece is given by three numbers: a tensor in its memory, the first byte there, and the end. A
+    memory is sparse if tensors are a small part of its piece.
+    """
+    memories: dict[int, list[int]] = {}
+    for number, (dtype, shape, stride, start, at) in enumerate(lying):
+        itemsize, used, extent = _extent(dtype, shape, stride)
+        if not used:
+            continue
+        offset = start * itemsize
+        memory = memories.get(at)
+        if memory is None:
+            memories[at] = [offset, offset + extent, used, number]
+            continue
+        memory[0] = min(memory[0], offset)
+        if offset + extent > memory[1]:
+            memory[1], memory[3] = offset + extent, number
+        memory[2] += used
+    cuts: dict[int, tuple[int, int, int]] = {}
+    sparse: set[int] = set()
+    for at, (first, last, used, number) in memories.items():
+        first -= first % _ALIGNMENT
+        if used * 2 < last - first:
+            sparse.add(at)
+        cuts[at] = (number, first, last)
+    order = _order([last - first for _, first, last in cuts.values()])
+    pieces = {at: (piece, cuts[at][1]) for piece, at in enumerate(cuts)}
+    places: list[_LeafHeader] = []
+    for dtype, shape, stride, start, at in lying:
+        if not shape.numel():
+            places.append((dtype, tuple(shape), stride, 0, -1))
+            continue
+        piece, first = pieces[at]
+        begin = start * dtype.itemsize - first + order.shifts[piece]
+        places.append((dtype, tuple(shape), stride, begin, order.numbers[piece]))
+    return frozenset(sparse), tuple(places), tuple(cuts.values()), order
+
+
+def _extent(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return three sizes in bytes: a value, all values, and the range that they span."""
+    size = dtype.itemsize
+    last = sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    return size, shape.numel() * size, (last + 1) * size
+
+
+def _order(sizes: list[int]) -> _Order:
+    """Choose the pieces that share a buffer.
+
+    These are the small pieces, if there are several.
+    """
+    small = [number for number, size in enumerate(sizes) if size < _TOGETHER_BYTES]
+    if len(small) < 2:
+        return _Order(tuple(range(len(sizes))), (0,) * len(sizes), 0)
+    numbers, shifts, end = [0] * len(sizes), [0] * len(sizes), 0
+    for number in small:
+        shifts[number] = end
+        end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
+    alone = sorted(set(range(len(sizes))) - set(small))
+    for block, number in enumerate(alone, 1):
+        numbers[number] = block
+    return _Order(tuple(numbers), tuple(shifts), end)
+
+
+def _blocks(pieces: list[torch.Tensor], order: _Order) -> list[Any]:
+    """Return the buffers in which the pieces are sent."""
+    if not order.together:
+        return [_buffer(raw) for raw in pieces]
+    stage = torch.empty(order.together, dtype=torch.uint8, device="cpu")
+    blocks = [_buffer(stage)]
+    for raw, number, shift in zip(pieces, order.numbers, order.shifts, strict=True):
+        if number:
+            blocks.append(_buffer(raw))
+        else:
+            stage[shift : shift + len(raw)] = raw
+    return blocks
+
+
+def _buffer(raw: torch.Tensor) -> pickle.PickleBuffer:
+    array: Any = raw.numpy()
+    return pickle.PickleBuffer(array)
+
+
+@lru_cache(maxsize=512)
+def _header(tree: tuple[Any, ...] | None, places: tuple[_LeafHeader, ...]) -> bytes:
     return pickle.dumps((tree, places), protocol=5)
 
 
@@ -456,13 +552,13 @@ def _plan(header: bytes) -> tuple[Any, _Views, _Parts]:
     return tree, *_parts(places)
 
 
-def _parts(places: tuple[_Place, ...]) -> tuple[_Views, _Parts]:
+def _parts(places: tuple[_LeafHeader, ...]) -> tuple[_Views, _Parts]:
     """Return the distinct views of the pieces, and the tensors over the views."""
     views: dict[tuple[int, torch.dtype], int] = {}
     parts = []
-    for (dtype, shape, stride, offset), number in places:
+    for dtype, shape, stride, offset, number in places:
         view = views.setdefault((number, dtype), len(views))
-        parts.append((view, shape, stride, offset))
+        parts.append((view, torch.Size(shape), stride, offset // dtype.itemsize))
     return tuple(views), tuple(parts)
 
 

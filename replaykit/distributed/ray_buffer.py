@@ -156,9 +156,20 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return self._invoke("extend", (data,), keywords)
 
     def add_async(self, data: Any, **keywords: Any) -> RemoteResult:
+        """Send one row to be stored; do not wait.
+
+        Returns:
+            A future with the result or error of ``add``. If the caller does not ask the future for
+            its result, the next write, ``flush`` or ``close`` raises the error.
+        """
         return self._put("add", data, keywords)
 
     def extend_async(self, data: Any, **keywords: Any) -> RemoteResult:
+        """Send a batch to be stored, like ``add_async``; do not wait.
+
+        If more than 16 messages are unanswered, the call waits for the answer to the oldest
+        message.
+        """
         return self._put("extend", data, keywords)
 
     def flush(self) -> Any:
@@ -212,6 +223,16 @@ class RayReplayBufferClient(Forwarding[DataT]):
         include_info: bool | None = None,
         **keywords: Any,
     ) -> RemoteResult:
+        """Request a batch without waiting for it.
+
+        Use ``await`` or ``result()`` to get the batch. With ``prefetch``, the result is a batch
+        under way, as for ``sample``.
+
+        Example::
+
+            first, second = rb.sample_async(), rb.sample_async()
+            batch = first.result()   # or: await first
+        """
         self._write_queue.send()
         if _is_plain(batch_size, return_info, include_info) and not keywords:
             if self._samples is not None:
@@ -224,12 +245,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return Reply(self._method("sample", "sampling").remote())
 
     def _request_ahead(self, count: int) -> list[Reply]:
-        return self._request("sample", "ahead", count)
-
-    def _request(self, name: str, threads: str, count: int, *args: Any) -> list[Reply]:
-        """Send one message for several results; return a reply for each."""
-        refs = self._method(f"{name}_{count}", threads, count).remote(*args)
-        return [Reply(ref) for ref in (refs if count > 1 else [refs])]
+        return _replies(self._method(f"sample_{count}", "ahead", count).remote(), count)
 
     def next(self) -> DataT | None:
         """Return the next batch of the buffer's iteration, or None at its end.
@@ -247,12 +263,19 @@ class RayReplayBufferClient(Forwarding[DataT]):
         return batch
 
     def _begin_pass(self, number: int) -> None:
-        self._pass, ahead = number, self._depth > 0
+        self._pass = number
         self._steps = RequestQueue(
-            lambda count: self._request("step", "stepping", count, self._name, number, ahead),
-            self._depth,
-            together=self._together,
+            lambda count: self._request_steps(number, count), self._depth, together=self._together
         )
+
+    def _request_steps(self, number: int, count: int) -> list[Reply]:
+        method = self._method("step" if count == 1 else f"step_{count}", "stepping", count)
+        return _replies(method.remote(self._name, number, self._depth > 0), count)
+
+
+def _replies(refs: Any, count: int) -> list[Reply]:
+    """Return the replies to a message, for which Ray returns one or more references."""
+    return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
 
 
 def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | None) -> bool:

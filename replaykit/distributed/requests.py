@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 from typing_extensions import Self
 
 from replaykit._ray import ray_module
 from replaykit.distributed.protocol import Message, ShardSilent, unpack
-from replaykit.errors import ActorLost
+from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import checked_timeout
 
 _MOST_ERRORS = 5
@@ -36,32 +35,21 @@ class _InActor(Exception):
     """The cause of a local error, with the traceback in the actor."""
 
 
-class NoAnswer(TimeoutError):
-    """Raised if an answer has not arrived in time.
-
-    Another process receives it as a TimeoutError, since its own answer is not late.
-    """
-
-    def __reduce__(self) -> tuple[type[TimeoutError], tuple[Any, ...]]:
-        return TimeoutError, self.args
-
-
 def fetch(ref: Any, timeout: float | None = None) -> Any:
     """Return the value of an object reference.
 
     Raises:
         ActorLost: the actor or Ray has ended.
-        NoAnswer: no value is available within ``timeout`` seconds.
+        TimeoutError: no value is available within ``timeout`` seconds.
         Exception: the error of the call in the actor. The ``__cause__`` of the error has the
             traceback in the actor.
     """
     ray = running_ray()
     try:
         return ray.get(ref, timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
-        raise NoAnswer(f"no answer within {timeout:g} seconds") from None
     except Exception as error:
         raise_as_local(error)
+        raise
 
 
 def running_ray() -> Any:
@@ -77,52 +65,58 @@ def running_ray() -> Any:
     return ray
 
 
-def raise_as_local(error: Exception) -> NoReturn:
-    """Replace an error of Ray by the error that a local call would raise."""
+def raise_as_local(error: BaseException) -> None:
+    """Replace an error of Ray by the error that a local call would raise.
+
+    This function returns if the error is not from Ray.
+    """
     exceptions = ray_module().exceptions
     if isinstance(error, exceptions.RayTaskError):
         cause = error.cause
-        if isinstance(cause, BaseException) and not isinstance(cause, exceptions.RayTaskError):
-            raise cause from error
-    elif isinstance(error, (exceptions.RayActorError, exceptions.ObjectLostError)):
+        if isinstance(cause, exceptions.RayTaskError) or not isinstance(cause, BaseException):
+            return
+        raise cause from error
+    if isinstance(error, (exceptions.RayActorError, exceptions.ObjectLostError)):
         raise ActorLost(f"the actor of this buffer has ended: {error}") from error
-    raise error
 
 
 class Reply:
-    """The future answer to a message, or to the messages of one call. Thread-safe.
+    """The answer to a message, or to the messages of one call.
 
-    One thread at a time waits for the answer, and reads it once. Other threads wait for that
-    thread, each with a separate timeout. If the answer is late, the next ``get`` continues. Any
-    other error is the answer, even a TimeoutError of the call. ``_lock`` guards the answer.
-
-    Subclasses override ``_take`` and ``is_ready``, to make the answer in other ways.
+    The answer is read only once. Several threads may wait for it concurrently, each with a separate
+    timeout. ``_lock`` guards the answer. Subclasses make the answer from several messages.
 
     Args:
         ref: the object reference, or None if the message has not been sent yet.
         send: function that sends the message and sets ``ref``.
 
     Attributes:
-        known: whether the answer has been read.
-        error: the error that ``get`` raises, or None if none is known.
         small: whether the answer was small enough to be sealed.
     """
 
-    _late: ClassVar[tuple[type[Exception], ...]] = (NoAnswer,)
-    """The errors after which the answer may still arrive."""
-
     def __init__(self, ref: Any = None, send: Callable[[], None] | None = None) -> None:
-        self.ref, self._send = ref, send
+        self.ref = ref
+        self._send = send
         self._lock = threading.Lock()
         self._value: Any = None
-        self.error: Exception | None = None
-        self.known = self.small = False
+        self._error: BaseException | None = None
+        self._known = self.small = False
+
+    @property
+    def known(self) -> bool:
+        """Return whether the answer has been read."""
+        return self._known
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ``get`` raises, or None if none is known."""
+        return self._error
 
     @classmethod
     def done(cls, value: Any = None, error: Exception | None = None) -> Self:
         """Return an answer that is known already."""
         self = cls()
-        self._value, self.error, self.known = value, error, True
+        self._value, self._error, self._known = value, error, True
         return self
 
     def sent(self) -> Any:
@@ -139,50 +133,54 @@ class Reply:
             The errors of `fetch` are raised as well.
         """
         if not self.known:
-            self.sent()
-            self._settle(lambda: self._take(timeout), timeout)
-        if self.error is not None:
-            raise self.error
+            ref = self.sent()
+            try:
+                message = fetch(ref, timeout)
+            except ray_module().exceptions.GetTimeoutError:
+                raise TimeoutError(f"no answer within {timeout:g} seconds") from None
+            except Exception as error:
+                self._store(None, error)
+            else:
+                self._store(message, None)
+        return self._found()
+
+    def _store(self, message: Message | bytes | None, error: Exception | None) -> None:
+        """Store the answer or error, when the first waiting caller has received it."""
+        with self._lock:
+            if self._known:
+                return
+            if message is not None:
+                self.small = type(message) is bytes
+                try:
+                    self._value = unpack_reply(message)
+                except Exception as unreadable:
+                    error = unreadable
+            self._error, self._known = error, True
+
+    def _found(self) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._value
 
-    def _settle(self, take: Callable[[], Any], timeout: float | None = None) -> None:
-        """Store the value or error of ``take``, unless another thread has stored it first."""
-        within = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        if not self._lock.acquire(timeout=within):
-            raise NoAnswer(f"no answer within {timeout:g} seconds")
-        try:
-            if not self.known:
-                self._value = take()
-                self.known = True
-        except self._late:
-            raise
-        except Exception as error:
-            self.error, self.known = error, True
-        finally:
-            self._lock.release()
-
-    def _take(self, timeout: float | None) -> Any:
-        """Wait for the answer, and return its value."""
-        return self._read(fetch(self.ref, timeout))
-
-    def _read(self, message: Message | bytes) -> Any:
-        self.small = type(message) is bytes
-        return unpack_reply(message)
-
     async def wait(self) -> Any:
-        """Return the value to a coroutine; raise the errors of ``get``."""
-        if self.known:
-            return self.get()
-        ref = self.sent()
-        if ref is None:  # the answer comes in several messages
-            return await asyncio.to_thread(self.get)
-        take: Callable[[], Any]
-        try:
-            take = functools.partial(self._read, await ref)
-        except Exception as error:
-            take = functools.partial(raise_as_local, error)
-        self._settle(take)
-        return self.get()
+        """Return the value to a coroutine; raise the errors of `fetch`."""
+        if not self.known:
+            ref = self.sent()
+            try:
+                message = await ref
+            except Exception as error:
+                try:
+                    raise_as_local(error)
+                except Exception as local:
+                    error = local
+                self._store(None, error)
+            else:
+                self._store(message, None)
+        return self._found()
+
+    def fail(self, error: Exception) -> None:
+        """Make ``get`` raise the error with which sending failed."""
+        self._store(None, error)
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
@@ -190,6 +188,42 @@ class Reply:
             return True
         ready, _ = running_ray().wait([self.sent()], timeout=0, fetch_local=False)
         return bool(ready)
+
+
+class JointReply(Reply, ABC):
+    """An answer that is made from the answers to several messages.
+
+    One thread makes the answer, and other threads wait for it. After an answer that is late, the
+    next ``get`` continues. Any other error is the answer, even a TimeoutError of a shard.
+    """
+
+    @abstractmethod
+    def _make(self, timeout: float | None) -> Any:
+        """Wait for the answers to the messages; return the joint answer."""
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._settled(lambda: self._make(timeout), timeout)
+
+    def _settled(self, make: Callable[[], Any], timeout: float | None) -> Any:
+        if not self._lock.acquire(
+            timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        ):
+            raise TimeoutError(f"no answer within {timeout:g} seconds")
+        try:
+            if not self._known:
+                try:
+                    self._value = make()
+                except (ShardSilent, RateLimiterTimeout):
+                    raise
+                except Exception as error:
+                    self._error = error
+                self._known = True
+        finally:
+            self._lock.release()
+        return self._found()
+
+    async def wait(self) -> Any:
+        return await asyncio.to_thread(self.get)
 
 
 class RemoteResult:
@@ -206,10 +240,10 @@ class RemoteResult:
         ...         update(batch)
     """
 
-    def __init__(self, reply: Reply, pick: Callable[[Any], Any] | None = None) -> None:
-        self._reply, self._pick = reply, pick
+    def __init__(self, reply: Reply | Taken, pick: Callable[[Any], Any] | None = None) -> None:
+        self._reply = reply
+        self._pick = pick
         self._found: list[Any] = []
-        self._seen = False  # True once the caller has received the result or error
 
     @property
     def ref(self) -> Any:
@@ -236,22 +270,11 @@ class RemoteResult:
             TimeoutError: no result is available within ``timeout`` seconds.
             Errors of the call itself are raised as well.
         """
-        timeout = checked_timeout(timeout)
-        with self._received():
-            return self._picked(self._reply.get(timeout))
+        return self._picked(self._reply.get(checked_timeout(timeout)))
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with self._received():
-            return self._picked((yield from self._reply.wait().__await__()))
-
-    @contextlib.contextmanager
-    def _received(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self._seen = self._reply.known
-            raise
-        self._seen = True
+        value = yield from self._reply.wait().__await__()
+        return self._picked(value)
 
     def _picked(self, value: Any) -> Any:
         if self._pick is None:
@@ -378,6 +401,12 @@ class RequestQueue:
                     ) from None
             raise
 
+    def pass_over(self, taken: Taken, failed: _Entry) -> None:
+        """Replace a failed request by the oldest request under way."""
+        with self._lock:
+            if taken.entry is failed:
+                taken.entry = self._oldest()
+
     def under_way(self) -> list[Any]:
         """Return the requests under way, the oldest first."""
         with self._lock:
@@ -390,8 +419,8 @@ class RequestQueue:
             return [reply for _, reply in dropped]
 
 
-class Taken(Reply):
-    """The answer to a request sent in advance.
+class Taken:
+    """The answer to a request sent in advance, with the methods of a `Reply`.
 
     A request may fail because it was sent too early. A failed request is replaced by the next
     request, and finally by a request that is sent after the take. Only the error of that final
@@ -401,10 +430,7 @@ class Taken(Reply):
         entry: the request that currently provides the answer.
     """
 
-    _late = (NoAnswer, ShardSilent)
-
     def __init__(self, ahead: RequestQueue, entry: _Entry, before: int) -> None:
-        super().__init__()
         self._ahead, self._before = ahead, before
         self.entry = entry
 
@@ -412,7 +438,8 @@ class Taken(Reply):
         """Return the object reference of the current request."""
         return self.entry[1].sent()
 
-    def _take(self, timeout: float | None) -> Any:
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the batch; raise TimeoutError if it does not arrive in time."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             entry = self.entry
@@ -426,22 +453,28 @@ class Taken(Reply):
 
     async def wait(self) -> Any:
         """Return the batch to a coroutine."""
-        entry = None
-        while entry is not self.entry:
+        while True:
             entry = self.entry
-            with contextlib.suppress(Exception):  # ``get`` raises it
-                await entry[1].wait()
-            self._passed_over(entry)
-        return self.get()
+            try:
+                batch = await entry[1].wait()
+                self._ahead.observe(entry[1])
+                return batch
+            except Exception:
+                if not self._passed_over(entry):
+                    raise
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
-        while (entry := self.entry)[1].is_ready():
-            with contextlib.suppress(Exception):  # ``get`` raises it
+        while True:
+            entry = self.entry
+            if not entry[1].is_ready():
+                return False
+            try:
                 entry[1].get()
-            if not self._passed_over(entry):
-                return True
-        return False
+            except Exception:
+                if self._passed_over(entry):
+                    continue
+            return True
 
     def _passed_over(self, entry: _Entry) -> bool:
         """Replace a request that failed and was sent before the take.
@@ -452,9 +485,7 @@ class Taken(Reply):
         number, reply = entry
         if reply.error is None or number >= self._before:
             return False
-        with self._ahead._lock:
-            if self.entry is entry:
-                self.entry = self._ahead._oldest()
+        self._ahead.pass_over(self, entry)
         return True
 
 

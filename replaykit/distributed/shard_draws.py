@@ -7,17 +7,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.deliver import merged, shaped
-from replaykit.buffer.source import DrawnRows, Later
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
-from replaykit.distributed.requests import NoAnswer, Reply
+from replaykit.distributed.requests import JointReply, Taken
 from replaykit.distributed.shard_config import DrawLaw, rows_of, scattered
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
 from replaykit.pace import SAMPLE
@@ -81,7 +80,7 @@ class Draws:
         *,
         generations: bool = False,
     ) -> None:
-        self.members, self.law, self.max_age = members, law, max_age
+        self.members, self.law, self._max_age = members, law, max_age
         self.given, self.generations = given, generations
 
     @property
@@ -91,7 +90,7 @@ class Draws:
 
     def refresh(self, batch_size: int) -> None:
         """Request new masses from shards whose masses are too old for a draw."""
-        self.members.refresh(self.law.terms(batch_size), self.max_age)
+        self.members.refresh(self.law.terms(batch_size), self._max_age)
 
     def begun(self, batch_size: int) -> Pending:
         """Request a batch from the shards; return the pending batch.
@@ -125,18 +124,7 @@ class Draws:
             members.refresh(terms, float("inf"))
         return masses
 
-    def known_masses(self, terms: Terms) -> list[float]:
-        """Return masses of which at least one is positive; do not wait.
-
-        Raises:
-            ShardSilent: the masses are not known, or none is positive.
-        """
-        masses = self.members.masses(terms)
-        if masses is None or not any(masses):
-            raise ShardSilent("the masses of the shards are not known")
-        return masses
-
-    def masses(self, terms: Terms, batch_size: int) -> list[float]:
+    def _masses(self, terms: Terms, batch_size: int) -> list[float]:
         """Return masses of which at least one is positive.
 
         If no mass is positive, wait for restarts of shards.
@@ -197,7 +185,7 @@ class Draws:
             )
 
 
-class Pending(Reply):
+class Pending(JointReply):
     """A batch under way, with requests to shards and their answers.
 
     The value is a pair of the rows and the information about them. If a shard has not answered in
@@ -208,8 +196,6 @@ class Pending(Reply):
         before, after: the states of the generator before and after the last draw of shards; None if
             no request was sent yet.
     """
-
-    _late = (NoAnswer, ShardSilent)
 
     def __init__(self, draws: Draws, batch_size: int, terms: Terms, count: int) -> None:
         super().__init__()
@@ -225,8 +211,9 @@ class Pending(Reply):
     def sent(self) -> None:
         """Send the requests, unless they were sent or the masses of shards are not known."""
         if self.before is None:
-            with contextlib.suppress(ShardSilent):
-                self._ask(self._draws.known_masses(self._terms))
+            masses = self._draws.members.masses(self._terms)
+            if masses is not None and any(masses):
+                self._ask(masses)
 
     def _ask(self, masses: list[float]) -> None:
         """Draw a shard for each missing draw, and send a request to every live shard."""
@@ -258,25 +245,31 @@ class Pending(Reply):
         if torch.equal(generator.get_state(), last.after):
             generator.set_state(self.before)
 
-    def _take(self, timeout: float | None, *, now: bool = False) -> tuple[Any, dict[Any, Any]]:
-        """Wait for the answers, and return the batch.
-
-        ``now``: True to raise ShardSilent instead of waiting.
-        """
-        draws = self._draws
+    def _make(self, timeout: float | None) -> tuple[Any, dict[Any, Any]]:
         while len(self._left):
-            if self._sent is None and now:  # a shard has died, or the masses were not known
-                self._ask(draws.known_masses(self._terms))
-            elif self._sent is None:
-                self._ask(draws.masses(self._terms, self._batch_size))
-            assert self._sent is not None
-            if now and not all(reply.is_ready() for _, reply in self._sent.values()):
+            if self._sent is None:
+                self._ask(self._draws._masses(self._terms, self._batch_size))
+            self._take(timeout)
+        return self._batch()
+
+    def _make_from_known(self) -> tuple[Any, dict[Any, Any]]:
+        """Make the batch from answers that have arrived; raise ShardSilent if some are missing."""
+        while len(self._left):
+            if self._sent is None:  # a shard has died, or the masses were not known
+                masses = self._draws.members.masses(self._terms)
+                if masses is not None and any(masses):
+                    self._ask(masses)
+            if self._sent is None or not all(reply.is_ready() for _, reply in self._sent.values()):
                 raise ShardSilent("some shards have not answered yet")
-            self._receive(timeout)
+            self._take(0.0)
+        return self._batch()
+
+    def _batch(self) -> tuple[Any, dict[Any, Any]]:
+        draws = self._draws
         names, least = GlobalIndex(len(draws.members.shards)), draws._least(self._shares)
         return batch_of(self._shares, names, draws.law.sampler, least)
 
-    def _receive(self, within: float | None) -> None:
+    def _take(self, within: float | None) -> None:
         assert self._sent is not None
         members = self._draws.members
         for shard, sent in list(self._sent.items()):
@@ -294,106 +287,38 @@ class Pending(Reply):
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait; request the draws of dead shards again."""
         if not self.known:
-            with contextlib.suppress(NoAnswer, ShardSilent):
-                self._settle(lambda: self._take(0.0, now=True), 0.0)
+            with contextlib.suppress(Exception):  # it is the answer, or some answers are missing
+                self._settled(self._make_from_known, 0.0)
         return self.known
-
-
-# -- calls of a client -----------------------------------------------------------------------------
-
-_Made: TypeAlias = Callable[[tuple[Any, dict[Any, Any]], ShardTicket | None], Any]
-"""A function that makes the result of a call from a drawn batch and the ticket of the call."""
-
-
-def sample_rows(client: ShardedClient, size: int, timeout: float | None, made: _Made) -> Any:
-    """Draw a batch as soon as a rate limiter admits it; see ``ShardedClient.sample``."""
-    with client._tickets.ticket(SAMPLE, timeout) as ticket:
-        batch = _admitted(client, ticket, size)
-        if batch is None:
-            client._draws.refresh(size)
-            if _is_ahead(client, size):
-                return made(client._ahead.next(), ticket)
-            batch = client._draws.begun(size)
-        return made(batch.get(), ticket)
-
-
-def _admitted(client: ShardedClient, ticket: ShardTicket, size: int) -> Pending | None:
-    """Wait for the right to sample; return the batch requested meanwhile, or None.
-
-    If the right must be requested by a message, the client requests a batch from the shards at the
-    same time. It discards that batch if the right was not available at once, since rows have been
-    written meanwhile.
-    """
-    asked = None
-    far = ticket.keeper is not None and ticket.keeper.far
-    if far and not _is_ahead(client, size) and _enough(client):
-        client._draws.refresh(size)
-        asked = client._draws.begun(size)
-    at_once = False
-    try:
-        at_once = ticket.admit(size)
-    finally:
-        if asked is not None and not at_once:
-            asked.undo()
-    return asked if at_once else None
-
-
-def take_batch(client: ShardedClient, size: int) -> Reply:
-    """Return a batch under way, which may have been requested before."""
-    client._draws.refresh(size)
-    return client._ahead.take() if _is_ahead(client, size) else client._draws.begun(size)
-
-
-def drop_ahead(client: ShardedClient) -> None:
-    """Drop the batches under way, and roll back their random numbers."""
-    dropped = [one for one in client._ahead.drop() if one.before is not None]
-    if dropped:
-        dropped[0].undo(dropped[-1])
-
-
-def generator_state(client: ShardedClient) -> torch.Tensor | None:
-    """Return the state of the generator before the draws of the batches under way."""
-    if client.generator is None:
-        return None
-    drawn = [one.before for one in client._ahead.under_way() if one.before is not None]
-    return drawn[0] if drawn else client.generator.get_state()
-
-
-def _is_ahead(client: ShardedClient, size: int) -> bool:
-    """Return whether batches of this size are prefetched."""
-    return client._ahead.depth > 0 and size == client.batch_size
-
-
-def _enough(client: ShardedClient) -> bool:
-    """Return whether enough rows are known to be stored for a rate limiter to admit samples."""
-    assert client._tickets.keeper is not None
-    return client._members.rows() >= client._tickets.keeper.limiter.min_size_to_sample
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
-class PacedSample(Reply):
+class PacedSample(JointReply):
     """The future batch of a call that a rate limiter may delay.
 
     The batch is requested as soon as enough rows are known to be stored.
+
+    Args:
+        finish: function that makes the result of the call from a drawn batch and its ticket.
     """
 
-    _late = (NoAnswer, ShardSilent, RateLimiterTimeout)
-
-    def __init__(self, client: ShardedClient, size: int, made: _Made) -> None:
+    def __init__(
+        self, client: ShardedClient, size: int, finish: Callable[[Any, ShardTicket], Any]
+    ) -> None:
         super().__init__()
-        self._client, self._size, self._made = client, size, made
+        self._client, self._size, self._finish = client, size, finish
         self._asking = threading.Lock()
-        self._asked: Reply | None = None
-        if _enough(client):
+        self._asked: Taken | Pending | None = None
+        if client._enough():
             self._batch()
 
-    def _batch(self) -> Reply:
+    def _batch(self) -> Taken | Pending:
         """Return the batch under way; request it if necessary."""
         with self._asking:
             if self._asked is None:
-                self._asked = take_batch(self._client, self._size)
+                self._asked = self._client._take(self._size)
             return self._asked
 
     def is_ready(self) -> bool:
@@ -402,14 +327,18 @@ class PacedSample(Reply):
             return True
         return self._client._tickets.may_sample(self._size) and self._batch().is_ready()
 
-    def _take(self, timeout: float | None) -> Any:
+    def sent(self) -> None:
+        """Return None, since a batch needs several messages."""
+
+    def _make(self, timeout: float | None) -> Any:
         return self._delivered(timeout, timeout)
 
     def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
         """Return the result of the call, after at most ``held_up`` seconds of delay."""
         with self._client._tickets.ticket(SAMPLE, held_up) as ticket:
+            assert ticket is not None
             ticket.admit(self._size)
-            return self._made(self._batch().get(timeout), ticket)
+            return self._finish(self._batch().get(timeout), ticket)
 
     async def wait(self) -> Any:
         """Return the batch to a coroutine.
@@ -420,34 +349,12 @@ class PacedSample(Reply):
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                await asyncio.to_thread(self._settle, lambda: self._delivered(None, 0.0))
-                return self.get()
+                return await asyncio.to_thread(
+                    self._settled, lambda: self._delivered(None, 0.0), None
+                )
             except RateLimiterTimeout:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def request_parts(client: ShardedClient, rows: list[int], seed: int) -> Later:
-    """Request parts of a mixture's batch; see ``BufferHandle._ask_part``."""
-    draws, seeded = client._draws, torch.Generator().manual_seed(seed)
-    draws = Draws(draws.members, draws.law, draws.max_age, seeded, generations=True)
-    asked = [(count, draws.begun(count)) for count in rows]
-    return Later(lambda timeout: ([_filled(*one, timeout) for one in asked], None))
-
-
-def _filled(count: int, pending: Pending, timeout: float | None) -> DrawnRows:
-    """Wait for a part of a mixture's batch; raise ValueError if it has another number of rows."""
-    piece = DrawnRows(*pending.get(timeout))
-    found = len(piece.info["index"])
-    if found != count:
-        raise ValueError(
-            f"expected {count} rows, got {found}: windows of different lengths do not fill a part "
-            "of a batch; use strict ones, or pad_output=True"
-        )
-    return piece
-
-
-# -- merging ---------------------------------------------------------------------------------------
 
 
 class Share:
@@ -537,25 +444,14 @@ def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
     return importance_weights(value, least, sampler.beta, sampler.dtype)
 
 
-def finished(
-    sampler: Sampler,
-    size: int,
-    return_info: bool,
-    merge: bool,
-    drawn: tuple[Any, dict[Any, Any]],
-    ticket: ShardTicket | None = None,
-) -> Any:
-    """Return the result of a call for ``size`` rows, and count it for the rate limiter.
+def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
+    """Return a batch in the shape that the sampler requires.
 
     ``merge``: whether to add the information about the rows to the batch.
     """
-    data, info = drawn
-    count = len(info["index"])
     if merge:
         data = merged(data, info, 0)
-    shape = sampler.shape_of(count)
+    shape = sampler.shape_of(info["index"].shape[0])
     if shape is not None and is_tensordict(data):
-        data = shaped(data, count, shape)
-    if ticket is not None:
-        ticket.sampled = min(size, count)
-    return (data, info) if return_info else data
+        data = shaped(data, info["index"].shape[0], shape)
+    return data

@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from replaykit._ray import ray_module
 from replaykit.distributed.protocol import ShardFacts
-from replaykit.distributed.requests import NoAnswer, fetch
+from replaykit.distributed.requests import fetch
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
 
@@ -266,7 +267,7 @@ def answer_of(ref: Any, within: float) -> Any:
     """
     try:
         return fetch(ref, None if within == math.inf else within)
-    except NoAnswer:
+    except ray_module().exceptions.GetTimeoutError:
         raise TimeoutError(
             f"the supervisor of the shards has not answered within {within:g} s"
         ) from None

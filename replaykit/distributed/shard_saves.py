@@ -33,7 +33,6 @@ from replaykit.distributed.shard_config import (
     rows_of,
     scattered,
 )
-from replaykit.distributed.shard_draws import drop_ahead, generator_state
 from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
@@ -77,12 +76,13 @@ def _save(client: ShardedClient, folder: Path) -> None:
     try:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
-            common = _common_state(client, dealt)
+            pace = _pace(client)
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
                 raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
-        head = SavedHead(**common, save=token, rows=[one.rows for one in facts])
+        common = _common_state(client, dealt)
+        head = SavedHead(*common, token, [one.rows for one in facts], pace=pace)
         save_checkpoint(
             folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
         )
@@ -150,7 +150,7 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
             client._tickets.keeper.load(head.pace, client._members.reports())
     if isinstance(client._router, InTurn):
         client._router.dealt = dealt
-    drop_ahead(client)
+    client._drop_ahead()
     if head.generator is not None and client.generator is not None:
         client.generator.set_state(head.generator.clone())
     client._members.supervisor.replace(None if head.layout is None else from_json(head.layout))
@@ -163,24 +163,29 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
     with _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
-        common = _common_state(client, dealt)
-    return encode_state(ShardsState(**common, shards=shards))
+        pace = _pace(client)
+    return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
 
 
-def _common_state(client: ShardedClient, dealt: int) -> dict[str, Any]:
-    """Return the fields of a `ClientState` while no write is admitted.
+def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
+    """Return the fields of a `ClientState`, without the counts of the rate limiter."""
+    layout = client._members.supervisor.agree(None)
+    return (
+        client.num_shards,
+        _key(client),
+        dealt,
+        client._generator_state(),
+        None if layout is None else layout.to_json(),
+    )
+
+
+def _pace(client: ShardedClient) -> dict[str, int] | None:
+    """Return the counts of the rate limiter while no write is admitted.
 
     The client has just received the counts of all shards.
     """
-    layout, keeper = client._members.supervisor.agree(None), client._tickets.keeper
-    return {
-        "num_shards": client.num_shards,
-        "shard_key": _key(client),
-        "dealt": dealt,
-        "generator": generator_state(client),
-        "layout": None if layout is None else layout.to_json(),
-        "pace": None if keeper is None else keeper.state(client._members.reports()),
-    }
+    keeper = client._tickets.keeper
+    return None if keeper is None else keeper.state(client._members.reports())
 
 
 def load_state(client: ShardedClient, state: Any) -> None:
@@ -301,9 +306,9 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
         members.receive(shard, members.send(shard, "let_through", token, writes))
     until = time.monotonic() + _DRAIN_S
     left = dict(missing)
-    while True:
-        for shard, writes in list(left.items()):
-            if members.receive(shard, members.send(shard, "has_all", writes)):
+    while left:
+        for shard, writes in missing.items():
+            if shard in left and members.receive(shard, members.send(shard, "has_all", writes)):
                 del left[shard]
         if not left:
             return
@@ -339,9 +344,8 @@ class _Source:
     order: torch.Tensor
 
     @property
-    def row_ids(self) -> np.ndarray[Any, Any]:
-        stop = self.buffer.storage.ledger.next_position
-        return np.arange(stop - len(self.order), stop)
+    def rows(self) -> int:
+        return len(self.order)
 
 
 def load_share(
@@ -363,7 +367,7 @@ def load_share(
             loading shards.
 
     Cost: one pass over the rows of the shard, and one over the key column of all rows. Memory: a
-    block of 8192 rows and some numbers for each saved row, in addition to the new buffer.
+    block of 8192 rows, in addition to the new buffer.
     """
     with contextlib.ExitStack() as open_files:
         opened = []
@@ -424,13 +428,21 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[np.nd
     A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
     id in the saved shard, then by shard. This is the order in which they were first assigned.
     """
-    row_ids = np.concatenate([one.row_ids for one in opened])
-    mine = np.argsort(row_ids, kind="stable")[shard::num_shards]
-    starts = np.cumsum([0, *(len(one.order) for one in opened)])
-    source = np.searchsorted(starts, mine, side="right") - 1
-    slots = np.concatenate([one.order.numpy() for one in opened])[mine]
-    for first in range(0, len(mine), _BLOCK_ROWS):
-        yield np.stack([source, slots], 1)[first : first + _BLOCK_ROWS]
+    rows = np.array([one.rows for one in opened])
+    until = np.array([one.buffer.storage.ledger.next_position for one in opened])
+    oldest = until - rows
+    for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
+        position = np.arange(first, min(first + _BLOCK_ROWS, int(until.max())))[:, None]
+        before = np.clip(position - oldest, 0, rows).sum(1, keepdims=True)
+        there = (position >= oldest) & (position < until)
+        number = before + np.cumsum(there, 1) - 1
+        at, source = np.nonzero(there & (number % num_shards == shard))
+        slots = np.empty(len(at), np.int64)
+        for which, one in enumerate(opened):
+            chosen = source == which
+            slots[chosen] = one.order.numpy()[position[at[chosen], 0] - oldest[which]]
+        if len(at):
+            yield np.stack([source, slots], 1)
 
 
 def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -441,7 +453,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
     row at such a cut may belong to another shard.
     """
     storage: Any = one.buffer.storage
-    for first in range(0, len(one.order), _BLOCK_ROWS):
+    for first in range(0, one.rows, _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
         columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
         column = columns[key.key].index_select(0, slots)
@@ -455,7 +467,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
             yield slots[start : last + 1][mine[start : last + 1]], streams
             start = last + 1
         yield slots[start:][mine[start:]], None
-    if len(one.order):
+    if one.rows:
         yield one.order[:0], True
 
 

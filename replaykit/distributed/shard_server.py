@@ -25,22 +25,12 @@ from replaykit.declared import decode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
 from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.distributed.shard_saves import check_sampler, load_share
-from replaykit.distributed.write_queue import Barrier, Stamp
+from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp
 from replaykit.errors import CheckpointError
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
 
 _LOG = logging.getLogger(__name__)
-
-
-def _of_barrier(name: str) -> Callable[..., Any]:
-    """Return a method that calls this method of the shard's `Barrier`, under the lock."""
-
-    def method(self: ShardHolder, *args: Any) -> Any:
-        with self.buffer._locked():
-            return getattr(self.barrier, name)(*args)
-
-    return method
 
 
 class ShardHolder:
@@ -174,11 +164,30 @@ class ShardHolder:
 
     # -- the checkpoint of all ----------------------------------------------------------------
 
-    freeze = _of_barrier("freeze")
-    let_through = _of_barrier("let_through")
-    has_all = _of_barrier("has_all")
-    forget = _of_barrier("forget")
-    thaw = _of_barrier("thaw")
+    def freeze(self, token: str, seconds: float) -> KnownWrites:
+        """Start to delay new writes; see ``Barrier``."""
+        with self.buffer._locked():
+            return self.barrier.freeze(token, seconds)
+
+    def let_through(self, token: str, writes: set[tuple[str, int]]) -> None:
+        """Admit the parts of writes that were begun in other shards."""
+        with self.buffer._locked():
+            self.barrier.let_through(token, writes)
+
+    def has_all(self, writes: set[tuple[str, int]]) -> bool:
+        """Return whether the parts of these writes have been received."""
+        with self.buffer._locked():
+            return self.barrier.has_all(writes)
+
+    def forget(self, writes: set[tuple[str, int]]) -> None:
+        """Forget these writes, since their other parts are lost."""
+        with self.buffer._locked():
+            self.barrier.forget(writes)
+
+    def thaw(self, token: str) -> None:
+        """Admit new writes again."""
+        with self.buffer._locked():
+            self.barrier.thaw(token)
 
     def begin_save(self, token: str, path: str) -> ShardFacts:
         """Freeze the rows for a save.

@@ -9,7 +9,8 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,20 +21,16 @@ from replaykit.buffer.edit import (
     checked_handles,
     checked_patch,
 )
-from replaykit.buffer.priorities import (
-    priorities_of,
-    reduced_priority,
-    without_priorities,
-    written_priorities,
-)
+from replaykit.buffer.priorities import update_from_sample, without_priorities, written_priorities
 from replaykit.distributed.members import Sent, ShardMembers
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
-from replaykit.distributed.requests import NoAnswer, RemoteResult, Reply
+from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
+from replaykit.samplers import Transition
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.ted import format_key, unravel
 
@@ -144,30 +141,32 @@ class Delivery(Reply):
         super().__init__()
         self._future, self._paced = future, paced
 
-    def _take(self, timeout: float | None) -> Any:
-        if wait((self._future,), timeout).done:
-            return self._future.result()
-        raise NoAnswer
+    @property
+    def known(self) -> bool:
+        return self._future.done()
 
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
-        try:
-            return super().get(timeout)
-        except NoAnswer:
-            late = f"the rows have not been written within {timeout or 0:g} s"
-            if self._paced:
-                raise RateLimiterTimeout(f"{late}; they may still wait for samples") from None
-            raise ShardSilent(late) from None
-
-    async def wait(self) -> Any:
-        """Return the answer to a coroutine."""
-        with contextlib.suppress(Exception):  # ``get`` raises it
-            await asyncio.shield(asyncio.wrap_future(self._future))
-        return self.get()
+    @property
+    def error(self) -> BaseException | None:
+        return self._future.exception() if self.known else None
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
-        return self._future.done()
+        return self.known
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
+        if not wait((self._future,), timeout).done:
+            if self._paced:
+                raise RateLimiterTimeout(
+                    f"the rows have not been written within {timeout or 0:g} s; they may still "
+                    "wait for samples"
+                )
+            raise ShardSilent(f"the rows have not been written within {timeout or 0:g} s")
+        return self._future.result()
+
+    async def wait(self) -> Any:
+        """Return the answer to a coroutine."""
+        return await asyncio.shield(asyncio.wrap_future(self._future))
 
 
 # -- new rows --------------------------------------------------------------------------------------
@@ -186,11 +185,12 @@ def write_rows(
     """Store rows and return their index; see ``ShardedClient.extend``."""
     client._check_open()
     with client._tickets.ticket(INSERT, timeout) as ticket:
-        client._write_queue.flush(ticket.until)
+        client._write_queue.flush(None if ticket is None else ticket.until)
         rows, priorities = _checked(client, data, single, update_priority)
         if not len(rows):
             return _NOTHING
-        ticket.admit(len(rows))
+        if ticket is not None:
+            ticket.admit(len(rows))
         _agree(client, rows)
         return _dealt(client, rows, priorities)()
 
@@ -210,24 +210,32 @@ def send_rows(
     if not len(rows):
         return in_thread(client, lambda: made(_NOTHING))
     keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
-    if keeper is not None and (refusal := keeper.limiter.never(INSERT, len(rows), 0)) is not None:
+    if keeper is None:
+        _agree(client, rows)
+        written = _dealt(client, rows, priorities)
+        return in_thread(client, lambda: made(written()))
+    refusal = keeper.limiter.never(INSERT, len(rows), 0)
+    if refusal is not None:
         raise ValueError(f"{refusal}: {keeper.limiter!r}")
     _agree(client, rows)
-    count, written = len(rows), _dealt(client, rows, priorities)
+    leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
+    copied = Rows(rows.root, leaves, rows.batch)
+    given = None if priorities is None else priorities.clone()
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
+            assert ticket is not None
             try:
-                ticket.admit(count, 0.0)
+                ticket.admit(len(copied), 0.0)
             except RateLimiterTimeout:
                 write_queue.held_up = True
                 try:
-                    ticket.admit(count)
+                    ticket.admit(len(copied))
                 finally:
                     write_queue.held_up = False
-            return made(written())
+            return made(_dealt(client, copied, given)())
 
-    return in_thread(client, deliver, paced=keeper is not None)
+    return in_thread(client, deliver, paced=True)
 
 
 def in_thread(
@@ -371,12 +379,33 @@ def set_priorities(
 
 def set_sample_priorities(client: ShardedClient, data: Any) -> None:
     """Set priorities from a sample."""
-    sampler, key = client._sampler, client._priority_key
-    found = priorities_of(data, sampler, key) if sampler.prioritized else None
-    if found is not None:
-        index, value, generation = found
-        value = reduced_priority(value, len(index), sampler, key)
-        set_priorities(client, index, value, generation)
+    if client._law.prioritized:
+        storage = SimpleNamespace(stack_dim=0, ndim=1)
+        like_a_buffer = SimpleNamespace(
+            _ready=lambda: None,
+            _sampler=_Target(client),
+            _sample_unit=Transition(),
+            _priority_key=client._priority_key,
+            _collate_fn=None,
+            _locked=lambda settled: contextlib.nullcontext(storage),
+        )
+        update_from_sample(cast(Any, like_a_buffer), data)
+
+
+class _Target:
+    """A sampler that sends updates of priorities to shards."""
+
+    def __init__(self, client: ShardedClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client.sampler, name)
+
+    def check_priorities(self, priority: torch.Tensor) -> None:
+        self._client.sampler.check_priorities(priority)
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any, generation: Any) -> None:
+        set_priorities(self._client, index, priority, generation)
 
 
 def patch_rows(

@@ -14,11 +14,11 @@ import torch
 from replaykit.buffer.components import DataT, check_generator
 from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
-from replaykit.buffer.source import Later, MemberFacts, Readiness, RemoteRequest
+from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
 from replaykit.distributed.handle import Handle, checked_count
-from replaykit.distributed.members import ShardMembers, Tickets, check_on_loss
+from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
-from replaykit.distributed.requests import RemoteResult, RequestQueue
+from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
 from replaykit.distributed.shard_config import (
     ByKey,
     ClientSettings,
@@ -28,16 +28,7 @@ from replaykit.distributed.shard_config import (
     law_of,
     rows_by,
 )
-from replaykit.distributed.shard_draws import (
-    Draws,
-    PacedSample,
-    drop_ahead,
-    finished,
-    generator_state,
-    request_parts,
-    sample_rows,
-    take_batch,
-)
+from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
     Writes,
@@ -52,38 +43,67 @@ from replaykit.distributed.shard_writes import (
 from replaykit.distributed.shards import Supervisor
 from replaykit.distributed.write_queue import WriteQueue
 from replaykit.keywords import named_after
+from replaykit.pace import SAMPLE
 from replaykit.schema import Schema
 from replaykit.ted import unravel
 
-_NOT_SET = (
+_PARTS = "the functions given to the constructor make the parts of shards, which cannot change"
+_EDITS = (
     "rows may have been overwritten, or lost with their shard, since they were read; "
     "update_if_present() changes those that are still stored"
 )
+_SAVES = "each shard saves itself, all at one instant; save other state separately"
 
-_REASONS = {
-    "the functions given to the constructor make the parts of shards, which cannot change": (
-        "append_transform insert_transform set_sampler set_storage set_writer transform"
-    ),
-    _NOT_SET: "set_ set_at_ update_ write_all",
-    "streams and episodes are indexed in the shards": "drain remove_oldest reopen tag take",
-    "the episode index is in the shards, which draw slices by it": "episodes",
-    "client() is a handle for other processes, which all see the same rows": "join share shared",
-    "each shard saves itself, all at one instant; save other state separately": (
-        "register_load_hook register_save_hook"
-    ),
-    "its rows are in actors already; client() is a handle for other processes": "as_remote",
-    "dumps and loads have one format, for all shards together": "checkpointer",
-    "rows of shards are along dimension 0, and shard_key distinguishes streams": "dim_extend",
-    "rows are written and sampled in the shards; stats() has their counts": "on",
-    "the buffers of the shards have it": "priority_key",
-    "its rows are in Ray actors; the constructor has backend=": "service_backend",
-    "the capacity of shards is fixed; load a checkpoint into shards of another capacity": "resize",
-    "rows are in the storages of the shards; rb[...] reads them": "storage",
-    "every shard has a separate writer": "writer",
+_STREAMS = "streams and episodes are indexed in the shards"
+
+REFUSED: dict[str, str] = {
+    "append_transform": _PARTS,
+    "as_remote": "its rows are in actors already; client() is a handle for other processes",
+    "checkpointer": "dumps and loads have one format, for all shards together",
+    "drain": _STREAMS,
+    "dim_extend": "rows of shards are along dimension 0, and shard_key distinguishes streams",
+    "episodes": "the episode index is in the shards, which draw slices by it",
+    "insert_transform": _PARTS,
+    "on": "rows are written and sampled in the shards; stats() has their counts",
+    "priority_key": "the buffers of the shards have it",
+    "register_load_hook": _SAVES,
+    "register_save_hook": _SAVES,
+    "service_backend": "its rows are in Ray actors; the constructor has backend=",
+    "remove_oldest": _STREAMS,
+    "reopen": _STREAMS,
+    "resize": "the capacity of shards is fixed; load a checkpoint into shards of another capacity",
+    "set_": _EDITS,
+    "set_at_": _EDITS,
+    "set_sampler": _PARTS,
+    "set_storage": _PARTS,
+    "set_writer": _PARTS,
+    "join": "client() is a handle for other processes, which all see the same rows",
+    "share": "client() is a handle for other processes, which all see the same rows",
+    "shared": "client() is a handle for other processes, which all see the same rows",
+    "tag": _STREAMS,
+    "take": _STREAMS,
+    "storage": "rows are in the storages of the shards; rb[...] reads them",
+    "transform": _PARTS,
+    "update_": _EDITS,
+    "write_all": _EDITS,
+    "writer": "every shard has a separate writer",
 }
-
-REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """The public names of ``ReplayBuffer`` that a sharded buffer lacks, with reasons."""
+
+
+def refuse(kind: type, name: str) -> NoReturn:
+    """Raise the AttributeError for a missing name.
+
+    Example:
+        >>> from replaykit import ShardedClient
+        >>> from replaykit.distributed.sharded_client import refuse
+        >>> refuse(ShardedClient, "writer")
+        Traceback (most recent call last):
+        AttributeError: a ShardedClient has no 'writer': every shard has a separate writer
+    """
+    if name in REFUSED:
+        raise AttributeError(f"a {kind.__name__} has no {name!r}: {REFUSED[name]}")
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
 
 @named_after
@@ -186,7 +206,10 @@ class ShardedClient(Handle[DataT]):
         return self._sampler
 
     def __len__(self) -> int:
-        """Return the number of rows in all live shards. Cost: one message to each shard."""
+        """Return the number of rows in all live shards.
+
+        Cost: one message to each shard.
+        """
         self._check_open()
         self._members.refresh(None, 0.0)
         return self._members.rows()
@@ -214,6 +237,15 @@ class ShardedClient(Handle[DataT]):
 
         With a rate limiter, ``inserts``, ``samples``, ``insert_blocked_s`` and ``sample_blocked_s``
         count the calls of all clients. Cost: one message to each shard.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(5))
+            ...     rb.stats()["size"], rb.stats()["shards"]
+            (5, [3, 2])
         """
         self._check_open()
         found = self._members.ask_all("stats")
@@ -227,16 +259,19 @@ class ShardedClient(Handle[DataT]):
             "prefetch_queue_size": len(self._ahead),
             "initialized": True,
             "utilization": total["size"] / total["capacity"] if total["capacity"] else 0.0,
-            "shards": [found.get(shard, {}).get("size") for shard in range(self.num_shards)],
+            "shards": [
+                found[shard]["size"] if shard in found else None for shard in range(self.num_shards)
+            ],
             "rows_lost": sum(loss.rows for loss in losses),
             "restarts": len(losses),
             **({} if self._tickets.keeper is None else self._tickets.keeper.stats()),
         }
 
     def __repr__(self) -> str:
+        key = self._settings.shard_key
         return (
             f"{type(self).__name__}(num_shards={self.num_shards}, sampler={self._sampler!r}, "
-            f"batch_size={self.batch_size}, shard_key={self._settings.shard_key!r})"
+            f"batch_size={self.batch_size}, shard_key={key!r})"
         )
 
     # -- writing ------------------------------------------------------------------------------
@@ -259,9 +294,11 @@ class ShardedClient(Handle[DataT]):
         """Store a batch of rows, like ``ReplayBuffer.extend``.
 
         Args:
-            data, update_priority: as for ``ReplayBuffer.extend``. Rows are along dimension 0.
+            data: rows along dimension 0, or a list of rows.
+            update_priority: False to ignore priorities in the data.
             timeout: seconds to wait for the rate limiter, or for earlier writes of this handle that
-                it delays. With 0 the call does not wait, and with None it waits without a limit.
+                the rate limiter delays. With 0 the call does not wait, and with None it waits
+                without a limit.
 
         Returns:
             The index of each row, int64 ``[B]``. If an inverse transform changes the number of
@@ -278,28 +315,78 @@ class ShardedClient(Handle[DataT]):
             TimeoutError: the shard of a key has died, and was not restarted in time.
 
         After any of these errors except the last, nothing has changed. If a transform or the disk
-        of one shard raises an error, the other shards have stored their parts of the batch. A
-        reader sees all rows in a shard or none, but shards may store their parts at different
-        times. When the call returns, the rows are committed. They stay stored until they are
-        overwritten, or until their loss is reported.
+        of one shard raises an error, the other shards have stored their parts of the batch. Within
+        a shard, a reader sees all rows of the batch or none, but shards may store their parts at
+        different times. When the call returns, the rows are committed. The rows stay stored until
+        they are overwritten, or until their loss is reported.
 
         Cost: one message to each shard, all in parallel. A rate limiter adds one message before
         them, and one more message for which the call does not wait.
 
         Example:
             >>> import torch
+            >>> from tensordict import TensorDict
             >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
             >>> with ShardedReplayBuffer(num_shards=3, storage=lambda: LazyTensorStorage(10),
             ...                          backend="local") as rb:
-            ...     rb.extend(torch.arange(5) * 10), rb[3]
-            (tensor([0, 1, 2, 3, 4]), tensor(30))
+            ...     rb.extend(TensorDict({"x": torch.arange(5) * 10}, [5]))
+            ...     rb[3]["x"]
+            tensor([0, 1, 2, 3, 4])
+            tensor(30)
         """
         return write_rows(self, data, update_priority=update_priority, timeout=timeout)
 
     def extend_async(self, data: Any, *, update_priority: bool | None = None) -> RemoteResult:
+        """Send a batch to be stored; do not wait.
+
+        Args:
+            data, update_priority: as for ``extend``. The rows are copied, so the caller may change
+                the data afterwards.
+
+        Returns:
+            A future with the result of ``extend``, or with the error of a shard. Use ``await`` or
+            ``result()`` to get the result.
+
+        Raises:
+            The errors of ``extend`` are raised for rows that are refused. The error of an earlier
+            write is raised if its result was not asked for. In both cases, this batch is not
+                written.
+
+        Writes of one handle are stored in order. Other writes, updates, saves and ``close`` wait
+        for the asynchronous writes of the handle. These calls raise the errors of writes whose
+        results were not asked for. Samples do not wait. If more than 16 writes are under way, the
+        call waits for the oldest write. Writes that are still under way when the process ends may
+        be lost; ``flush`` waits for them.
+
+        With a rate limiter, each asynchronous write waits without a time limit until the limiter
+        admits its rows. The writes keep their order. Calls that do not write rows do not wait for
+        such delayed writes.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     under_way = [rb.extend_async(torch.zeros(2)) for _ in range(2)]
+            ...     [index.result().tolist() for index in under_way], len(rb)
+            ([[0, 1], [2, 3]], 4)
+        """
         return send_rows(self, data, update_priority=update_priority)
 
     def add_async(self, data: Any) -> RemoteResult:
+        """Send one row to be stored, like ``extend_async``; do not wait.
+
+        Returns:
+            A future with the result or error of ``add``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     [rb.add_async(torch.tensor(row)) for row in (5, 6, 7)][-1].result(), rb[:]
+            (2, tensor([5, 6, 7]))
+        """
         return send_rows(self, data, single=True)
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -316,7 +403,7 @@ class ShardedClient(Handle[DataT]):
         self._tickets.emptied(counting_on=not empty_write_count)
         if isinstance(self._router, InTurn):
             self._router.dealt = 0
-        drop_ahead(self)
+        self._drop_ahead()
 
     def flush(self) -> torch.Tensor:
         """Store the rows that the shards' transforms hold back.
@@ -332,6 +419,14 @@ class ShardedClient(Handle[DataT]):
         A rate limiter counts these rows, but does not delay them. The call waits for all earlier
         writes of this handle, even for writes that the rate limiter delays. Cost: one message to
         each shard.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     rb.flush()
+            tensor([], dtype=torch.int64)
         """
         self._check_open()
         self._write_queue.flush()
@@ -355,6 +450,23 @@ class ShardedClient(Handle[DataT]):
 
         Like ``flush``, the call first stores the rows that transforms hold back. Cost: one message
         to each shard, or two messages with ``lane``.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer, SliceSampler
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(100), shard_key="env",
+            ...     sampler=lambda: SliceSampler(slice_len=2), backend="local",
+            ... ) as rb:
+            ...     for first in (0, 2):
+            ...         _ = rb.extend(TensorDict({
+            ...             "env": torch.zeros(2).long(), "t": torch.arange(first, first + 2),
+            ...             "next": {"done": torch.zeros(2, dtype=bool)}}, [2]))
+            ...         rb.cut()
+            ...     starts = rb.sample(200)["t"][::2]
+            >>> starts.unique()
+            tensor([0, 2])
         """
         self._check_open()
         self._write_queue.flush()
@@ -435,7 +547,10 @@ class ShardedClient(Handle[DataT]):
         set_priorities(self, index, priority, generation)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Set priorities like ``ReplayBuffer.update_tensordict_priority``."""
+        """Set priorities from a sample.
+
+        See ``ReplayBuffer.update_tensordict_priority``.
+        """
         self._before_a_write()
         set_sample_priorities(self, data)
 
@@ -452,6 +567,19 @@ class ShardedClient(Handle[DataT]):
             IndexError: a row of the index is not stored; nothing has changed then.
 
         Cost: one message to each shard, and one more to each shard with rows in ``index``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(
+            ...     num_shards=2, storage=lambda: LazyTensorStorage(10), backend="local",
+            ...     sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
+            ... ) as rb:
+            ...     index = rb.extend(torch.arange(2))
+            ...     rb.update_priority(index, 0.0)
+            ...     rb.mark_update(1)
+            ...     rb.sample(3)
+            tensor([1, 1, 1])
         """
         self._before_a_write()
         if self._law.prioritized:
@@ -460,7 +588,10 @@ class ShardedClient(Handle[DataT]):
 
     @property
     def dropped_updates(self) -> int:
-        """The number of updates of this client whose rows were overwritten or lost."""
+        """The number of entries that this client's updates skipped.
+
+        An entry is skipped if its row was overwritten or lost.
+        """
         return self._dropped_updates
 
     # -- sampling -----------------------------------------------------------------------------
@@ -468,7 +599,7 @@ class ShardedClient(Handle[DataT]):
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Set the generator of all later draws, and drop the batches under way."""
         check_generator(generator)
-        drop_ahead(self)
+        self._drop_ahead()
         self._draws.given = generator
 
     def _sample(
@@ -480,8 +611,41 @@ class ShardedClient(Handle[DataT]):
     ) -> Any:
         self._check_open()
         size, merge = self._size_of(batch_size), should_merge(include_info, 4)
-        made = functools.partial(finished, self._sampler, size, return_info, merge)
-        return sample_rows(self, size, timeout, made)
+        with self._tickets.ticket(SAMPLE, timeout) as ticket:
+            ahead = self._is_ahead(size)
+            early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
+            if early is None:
+                self._draws.refresh(size)
+                drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
+            else:
+                drawn = early.get()
+            return self._made(return_info, merge, size, drawn, ticket)
+
+    def _is_ahead(self, size: int) -> bool:
+        """Return whether batches of this size are prefetched."""
+        return self._ahead.depth > 0 and size == self.batch_size
+
+    def _admitted(self, ticket: ShardTicket, size: int, *, alone: bool) -> Pending | None:
+        """Wait for the right to sample; return the batch requested meanwhile, or None.
+
+        If the right must be requested by a message, the client requests a batch from the shards at
+        the same time. It discards that batch if the right was not available at once, since rows
+        have been written meanwhile.
+
+        Args:
+            alone: True if no batches of this size are prefetched.
+        """
+        asked = None
+        if alone and ticket.keeper.far and self._enough():
+            self._draws.refresh(size)
+            asked = self._draws.begun(size)
+        at_once = False
+        try:
+            at_once = ticket.admit(size)
+        finally:
+            if asked is not None and not at_once:
+                asked.undo()
+        return asked if at_once else None
 
     def sample_async(
         self,
@@ -489,12 +653,75 @@ class ShardedClient(Handle[DataT]):
         return_info: bool = False,
         include_info: bool | None = None,
     ) -> RemoteResult:
+        """Request a batch without waiting for it.
+
+        Args:
+            batch_size, return_info, include_info: as for ``sample``.
+
+        Returns:
+            A future with the result or error of ``sample``. Use ``await`` or ``result()`` to get
+            it. With ``prefetch`` the future holds the oldest batch under way.
+
+        If the known masses of the shards are older than ``max_age``, the call waits for new masses.
+        With a rate limiter, ``result(timeout)`` also waits for the limiter. The limiter counts a
+        batch when it is delivered. The client sends the request for a batch as soon as it knows
+        that enough rows are stored.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          batch_size=2, backend="local") as rb:
+            ...     _ = rb.extend(torch.ones(6))
+            ...     first, second = rb.sample_async(), rb.sample_async(3)
+            ...     first.result(), second.result()
+            (tensor([1., 1.]), tensor([1., 1., 1.]))
+        """
         self._check_open()
         size, merge = self._size_of(batch_size), should_merge(include_info)
-        made = functools.partial(finished, self._sampler, size, return_info, merge)
+        made = functools.partial(self._made, return_info, merge, size)
         if self._tickets.keeper is None:
-            return RemoteResult(take_batch(self, size), made)
+            return RemoteResult(self._take(size), made)
         return RemoteResult(PacedSample(self, size, made))
+
+    def _take(self, size: int) -> Taken | Pending:
+        """Return a batch under way, which may have been requested before."""
+        self._draws.refresh(size)
+        if self._is_ahead(size):
+            return self._ahead.take()
+        return self._draws.begun(size)
+
+    def _drop_ahead(self) -> None:
+        dropped = [one for one in self._ahead.drop() if one.before is not None]
+        if dropped:
+            dropped[0].undo(dropped[-1])
+
+    def _generator_state(self) -> torch.Tensor | None:
+        """Return the state of the generator before the draws of the batches under way."""
+        if self.generator is None:
+            return None
+        drawn = [one.before for one in self._ahead.under_way() if one.before is not None]
+        return drawn[0] if drawn else self.generator.get_state()
+
+    def _enough(self) -> bool:
+        """Return whether enough rows are known to be stored for a rate limiter to admit samples."""
+        assert self._tickets.keeper is not None
+        return self._members.rows() >= self._tickets.keeper.limiter.min_size_to_sample
+
+    def _made(
+        self,
+        return_info: bool,
+        merge: bool,
+        size: int,
+        drawn: tuple[Any, dict[Any, Any]],
+        ticket: ShardTicket | None = None,
+    ) -> Any:
+        data, info = drawn
+        count = len(info["index"])
+        data = finished(data, info, self._sampler, merge=merge)
+        if ticket is not None:
+            ticket.sampled(min(size, count))
+        return (data, info) if return_info else data
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether ``sample`` would succeed now; draw nothing.
@@ -516,17 +743,26 @@ class ShardedClient(Handle[DataT]):
         return rows_by(self, index)
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """Return all stored rows, or the first ``end`` rows, in index order, as ``rb[:end]``."""
+        """Return all stored rows, or the first ``end`` rows, in index order.
+
+        The result equals ``rb[:end]``.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(5))
+            ...     rb.read_all_in_order(), rb.read_all_in_order(end=2)
+            (tensor([0, 1, 2, 3, 4]), tensor([0, 1]))
+        """
         return self[:end]
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TypeError(f"rows of a {type(self).__name__} cannot be set: {_NOT_SET}")
+        raise TypeError(f"rows of a {type(self).__name__} cannot be set: {REFUSED['set_at_']}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        kind = type(self).__name__
-        if name in REFUSED:
-            raise AttributeError(f"a {kind} has no {name!r}: {REFUSED[name]}")
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        refuse(type(self), name)
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -576,6 +812,18 @@ class ShardedClient(Handle[DataT]):
 
         Raises:
             RuntimeError: a shard died, or a client died after writing only some parts of a batch.
+
+        Example:
+            >>> import torch
+            >>> from replaykit import LazyTensorStorage, ShardedReplayBuffer
+            >>> with ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(10),
+            ...                          backend="local") as rb:
+            ...     _ = rb.extend(torch.arange(5))
+            ...     state = rb.state_dict()
+            ...     rb.empty()
+            ...     rb.load_state_dict(state)
+            ...     rb[:]
+            tensor([0, 1, 2, 3, 4])
         """
         self._before_a_write()
         return state_of(self)
@@ -602,7 +850,9 @@ class ShardedClient(Handle[DataT]):
         on_loss: Callable[[ShardLoss], None] | None = None,
         prefetch: int = 0,
     ) -> ShardedClient[DataT]:
-        """Return another handle, which can be pickled if the shards are in actors.
+        """Return another handle.
+
+        It can be pickled if the shards are in actors.
 
         Args:
             generator: the random generator of the handle's draws, or None for torch's global
@@ -622,14 +872,17 @@ class ShardedClient(Handle[DataT]):
         return {
             "settings": self._settings,
             "members": self._members,
-            "generator": generator_state(self),
+            "generator": self._generator_state(),
             "prefetch": self._ahead.depth,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drawn = state["generator"]
-        generator = None if drawn is None else torch.Generator("cpu").set_state(drawn)
-        ShardedClient.__init__(**{**state, "self": self, "generator": generator})
+        generator = None
+        if state["generator"] is not None:
+            generator = torch.Generator("cpu")
+            generator.set_state(state["generator"])
+        settings, members, prefetch = (state[k] for k in ("settings", "members", "prefetch"))
+        ShardedClient.__init__(self, settings, members, generator, prefetch)
 
     # -- for loaders and mixtures -------------------------------------------------------------
 
@@ -678,7 +931,11 @@ class ShardedClient(Handle[DataT]):
 
     def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
         self._check_open()
-        return request_parts(self, rows, seed)
+        seeded = torch.Generator().manual_seed(seed)
+        age = self._settings.max_age
+        draws = Draws(self._members, self._law, age, seeded, generations=True)
+        asked = [(count, draws.begun(count)) for count in rows]
+        return Later(lambda timeout: ([_filled(*one, timeout) for one in asked], None))
 
     def _ask_readiness(self, rows: int) -> RemoteRequest:
         return Later(lambda timeout: Readiness(len(self), self._draws.possible(rows)))
@@ -697,3 +954,15 @@ class ShardedClient(Handle[DataT]):
         """Return another handle with the same sampler settings and no batches under way."""
         settings = replace(self._settings, sampler=copy.deepcopy(self._sampler))
         return ShardedClient(settings, self._members.again(self._members.on_loss), generator)
+
+
+def _filled(count: int, pending: Pending, timeout: float | None) -> DrawnRows:
+    """Wait for a part of a mixture's batch; raise ValueError if it has another number of rows."""
+    piece = DrawnRows(*pending.get(timeout))
+    found = len(piece.info["index"])
+    if found != count:
+        raise ValueError(
+            f"expected {count} rows, got {found}: windows of different lengths do not fill a part "
+            "of a batch; use strict ones, or pad_output=True"
+        )
+    return piece

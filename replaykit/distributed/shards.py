@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from replaykit._ray import actor_class, ray_module, start_ray
 from replaykit.distributed.host import Host
 from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss, pack
-from replaykit.distributed.requests import NoAnswer, Reply, fetch, running_ray
+from replaykit.distributed.requests import Reply, fetch, running_ray
 from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
     MOST_CALLS,
@@ -352,7 +352,7 @@ class RaySupervisor(InSupervisor):
             shards = fetch(actor.start.remote(), within)
         except BaseException as error:
             ray.kill(actor, no_restart=True)  # its shards end with it
-            if isinstance(error, NoAnswer):
+            if isinstance(error, ray.exceptions.GetTimeoutError):
                 raise TimeoutError(
                     f"{recipe.num_shards} shards have not started within {within:g} s; each needs "
                     f"{config}: request less in remote_config=; `ray status` prints the resources"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +72,9 @@ class WriteQueue:
         self._counts: list[int] = []
         self._used = 0
         self._reply: Reply | None = None
-        self._waiting: list[RemoteResult] = []
+        self._waiting: list[WriteResult] = []
         self._timer: threading.Timer | None = None
-        self._under_way: deque[tuple[Reply, list[RemoteResult]]] = deque()
+        self._under_way: deque[tuple[Reply, list[WriteResult]]] = deque()
         self._failed: deque[Exception] = deque()
 
     def put(
@@ -84,7 +83,7 @@ class WriteQueue:
         rows: Any = None,
         *,
         single: bool = False,
-    ) -> RemoteResult:
+    ) -> WriteResult:
         """Put a write into the queue; return its future result.
 
         Args:
@@ -104,13 +103,13 @@ class WriteQueue:
             if written is None:
                 self.send()
                 reply = send()
-                written = RemoteResult(reply)
+                written = WriteResult(reply, None)
                 self._under_way.append((reply, [written]))
         self._wait(MOST_UNDER_WAY, None)
         _poll_others()
         return written
 
-    def _append(self, data: Any, *, single: bool) -> RemoteResult | None:
+    def _append(self, data: Any, *, single: bool) -> WriteResult | None:
         """Copy rows, to send them together with other rows.
 
         The result is None if this is impossible, because the rows are too many or not a plain
@@ -138,7 +137,7 @@ class WriteQueue:
         for path, leaf in leaves.items():
             copied = leaf.to("cpu", copy=True)
             self._columns.setdefault(path, []).append(copied[None] if single else copied)
-        written = RemoteResult(self._reply, functools.partial(_outcome, len(self._waiting)))
+        written = WriteResult(self._reply, len(self._waiting))
         self._waiting.append(written)
         if self._used == self._rows:
             self.send()
@@ -161,7 +160,7 @@ class WriteQueue:
                 rows = build(self._root, leaves, torch.Size([used]), None)
                 reply.ref = self._write(counts, pack(rows))
             except Exception as error:
-                reply.error, reply.known = error, True
+                reply.fail(error)
                 raise
             self._under_way.append((reply, waiting))
 
@@ -202,7 +201,7 @@ class WriteQueue:
         try:
             self.send()
         except Exception as error:
-            self._failed.append(error)
+            self._store_error(error)
         self._wait(0, until)
         with self._lock:
             failed, unanswered = list(self._failed), len(self._under_way)
@@ -242,15 +241,15 @@ class WriteQueue:
                 self._under_way.popleft()
                 self._collect_errors(reply, waiting)
 
-    def _collect_errors(self, reply: Reply, waiting: list[RemoteResult]) -> None:
+    def _collect_errors(self, reply: Reply, waiting: list[WriteResult]) -> None:
         """Store the errors of an answer that no caller has received."""
         for written in waiting:
-            if not written._seen:
+            if not written.seen:
                 try:
                     written.result()
                 except Exception as error:
                     self._failed.append(error)
-                    if error is reply.error:
+                    if written.position is None or error is reply.error:
                         return  # the error applies to all writes
 
     def _register(self) -> None:
@@ -269,6 +268,10 @@ class WriteQueue:
         """Remove the queue from `_PENDING` if it has no writes and no errors left."""
         if self._reply is None and not self._under_way and not self._failed:
             _PENDING.pop(id(self), None)
+
+    def _store_error(self, error: Exception) -> None:
+        with self._lock:
+            self._failed.append(error)
 
     def _raise_failed(self) -> None:
         """Raise the oldest error that no caller has received.
@@ -289,15 +292,49 @@ class WriteQueue:
         try:
             self.send()
         except Exception as error:
-            self._failed.append(error)
+            self._store_error(error)
 
 
-def _outcome(position: int, outcomes: list[tuple[bool, Any]]) -> Any:
-    """Return the result of one of the writes in a message, or raise its error."""
-    succeeded, found = outcomes[position]
-    if not succeeded:
-        raise found
-    return found
+class WriteResult(RemoteResult):
+    """The future result of a write, the index of its rows.
+
+    Attributes:
+        position: index of the write in its message, or None if it is the only write.
+        seen: whether a caller has asked for the result, and so received any error.
+    """
+
+    def __init__(self, reply: Reply, position: int | None) -> None:
+        super().__init__(reply, self._own)
+        self.position = position
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            found = super().result(timeout)
+        except TimeoutError:
+            self.seen = self.done()
+            raise
+        except Exception:
+            self.seen = True
+            raise
+        self.seen = True
+        return found
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from super().__await__())
+        except Exception:
+            self.seen = True
+            raise
+
+    def _own(self, value: Any) -> Any:
+        self.seen = True
+        if self.position is None:
+            return value
+        succeeded, found = value[self.position]
+        if not succeeded:
+            raise found
+        return found
 
 
 _PENDING: dict[int, WriteQueue] = {}

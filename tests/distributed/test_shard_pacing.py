@@ -322,9 +322,7 @@ def test_event_loop_continues_while_many_calls_wait(sharded: Any) -> None:
         handles = [rb.client() for _ in range(4)]
         samples = [asyncio.ensure_future(_of(rb.client().sample_async())) for _ in range(16)]
         await asyncio.sleep(0.02)
-        in_thread = asyncio.ensure_future(asyncio.to_thread(handles.pop().extend, numbers(0, 8)))
         writes = [asyncio.ensure_future(_of(h.extend_async(numbers(0, 8)))) for h in handles]
-        writes.append(in_thread)
         return await asyncio.wait_for(asyncio.gather(*samples, *writes), 30)
 
     async def _of(result: Any) -> Any:
