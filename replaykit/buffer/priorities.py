@@ -144,9 +144,34 @@ def _all_plain(value: torch.Tensor) -> bool:
 def update_from_sample(buffer: ReplayBuffer, data: Any) -> None:
     """Set priorities that the learner has written into a sample."""
     buffer._ready()
-    sampler = buffer._sampler
+    sampler, key = buffer._sampler, buffer._priority_key
     if not sampler.prioritized:
         return  # training loops call this after every batch, whatever the sampler
+    dim = buffer._storage.stack_dim if buffer._collate_fn is None else 0
+    found = priorities_of(data, sampler, key, dim, isinstance(buffer._sample_unit, Sequence))
+    if found is not None:
+        index, value, generation = found
+        with buffer._locked(settled=False) as storage:
+            try:
+                sampler.update_priority(index, value, storage=storage, generation=generation)
+            except ValueError:
+                # Raises the same error with key and row.
+                reduced_priority(value, index.shape[0], sampler, key)
+                raise
+
+
+def priorities_of(
+    data: Any, sampler: Sampler, key: Key, dim: int = 0, sequences: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, Any] | None:
+    """Return the index, the priorities and the generations in a sample; None without rows.
+
+    The priorities are one number a row, and are not checked if the sampler checks them.
+
+    Args:
+        dim: the dimension of the rows. If rows are trajectories, their info is repeated over their
+            inner dimensions.
+        sequences: whether the rows are sequences, each with the priority of its anchor.
+    """
     if not (is_tensordict(data) or is_tensorclass(data)):
         raise TypeError(
             f"expected a TensorDict as sample() returns it, got {type(data).__name__}: batches "
@@ -154,71 +179,51 @@ def update_from_sample(buffer: ReplayBuffer, data: Any) -> None:
             "replaykit.transition() makes them, or pass info['index'] of "
             "sample(return_info=True) to update_priority()"
         )
-    if isinstance(buffer._sample_unit, Sequence) or getattr(sampler, "unit", "") == "slice":
-        update_anchors(buffer, data)
-        return
+    if sequences or getattr(sampler, "unit", "") == "slice":
+        return _priorities_of_anchors(data, sampler, key, sequences)
     if sampler.draws_windows:
         data = only_real_rows(data)
-    value = lookup(data, buffer._priority_key)
-    index = lookup(data, ("index",))
-    for key, found in ((buffer._priority_key, value), (("index",), index)):
+    value, index = lookup(data, key), lookup(data, ("index",))
+    for name, found in ((key, value), (("index",), index)):
         if found is None:
-            raise KeyError(f"expected {format_key(key)} in the data; got none")
-    if type(value) is torch.Tensor and data.batch_dims == 1:
-        generation = lookup(data, ("index_generation",))
-        if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
-            value = reduced_priority(value, index.shape[0], sampler, buffer._priority_key)
-        with buffer._locked(settled=False) as storage:
-            try:
-                sampler.update_priority(index, value, storage=storage, generation=generation)
-            except ValueError:
-                # Raises the same error with key and row.
-                reduced_priority(value, index.shape[0], sampler, buffer._priority_key)
-                raise
-        return
-    if 0 in data.batch_size:
-        return
-    if data.batch_dims == 0:
-        data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
-    with buffer._locked(settled=False) as storage:
-        # If rows are trajectories, their info is repeated over their inner dimensions.
-        dim = storage.stack_dim if buffer._collate_fn is None else 0
+            raise KeyError(f"expected {format_key(name)} in the data; got none")
+    generation = lookup(data, ("index_generation",))
+    if not (type(value) is torch.Tensor and data.batch_dims == 1):
+        if 0 in data.batch_size:
+            return None
+        if data.batch_dims == 0:
+            data, value, index = data.unsqueeze(0), value.unsqueeze(0), index.unsqueeze(0)
+            generation = lookup(data, ("index_generation",))
         dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
-        index, generation = (
-            _per_row(item, dim, data.batch_dims)
-            for item in (index, data.get("index_generation", None))
-        )
-        value = reduced_priority(
-            value.movedim(dim, 0), index.shape[0], sampler, buffer._priority_key
-        )
-        sampler.update_priority(index, value, storage=storage, generation=generation)
+        index, generation = (_per_row(item, dim, data.batch_dims) for item in (index, generation))
+        value = value.movedim(dim, 0)
+    if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
+        value = reduced_priority(value, index.shape[0], sampler, key)
+    return index, value, generation
 
 
-def update_anchors(buffer: ReplayBuffer, data: Any) -> None:
-    """Set the priorities of the anchors of a sample's windows."""
-    key, sampler = buffer._priority_key, buffer._sampler
+def _priorities_of_anchors(
+    data: Any, sampler: Sampler, key: Key, sequences: bool
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return the index, the priorities and the generations of the anchors of windows."""
     flat = data.reshape(-1)
     value, anchor = lookup(flat, key), lookup(flat, ("anchor_index",))
     needed = {format_key(key): value, "anchor_index": anchor}
-    if isinstance(buffer._sample_unit, Sequence):
-        valid = needed["validity_mask"] = lookup(flat, ("validity_mask",))
-    else:
-        valid = lookup(flat, MASK)
+    valid = lookup(flat, ("validity_mask",) if sequences else MASK)
+    if sequences:
+        needed["validity_mask"] = valid
     for name, item in needed.items():
         if item is None:
             raise KeyError(f"expected {name} in the data; got none")
     if valid is None:  # slices without padding
         valid = torch.ones(len(anchor), dtype=torch.bool, device=anchor.device)
-    with buffer._locked(settled=False) as storage:
-        # Values that a learner computes for padding may be NaN.
-        mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
-        value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
-        update = anchor_priorities(
-            anchor, lookup(flat, ("anchor_generation",)), value, valid.to(anchor.device)
-        )
-        sampler.update_priority(
-            update.anchor, update.priority, storage=storage, generation=update.generation
-        )
+    # Values that a learner computes for padding may be NaN.
+    mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
+    value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
+    update = anchor_priorities(
+        anchor, lookup(flat, ("anchor_generation",)), value, valid.to(anchor.device)
+    )
+    return update.anchor, update.priority, update.generation
 
 
 def only_real_rows(data: Any) -> Any:

@@ -9,8 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +20,12 @@ from replaykit.buffer.edit import (
     checked_handles,
     checked_patch,
 )
-from replaykit.buffer.priorities import update_from_sample, without_priorities, written_priorities
+from replaykit.buffer.priorities import (
+    priorities_of,
+    reduced_priority,
+    without_priorities,
+    written_priorities,
+)
 from replaykit.distributed.members import Sent, ShardMembers
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.requests import RemoteResult, Reply
@@ -30,7 +34,6 @@ from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
-from replaykit.samplers import Transition
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.ted import format_key, unravel
 
@@ -379,33 +382,12 @@ def set_priorities(
 
 def set_sample_priorities(client: ShardedClient, data: Any) -> None:
     """Set priorities from a sample."""
-    if client._law.prioritized:
-        storage = SimpleNamespace(stack_dim=0, ndim=1)
-        like_a_buffer = SimpleNamespace(
-            _ready=lambda: None,
-            _sampler=_Target(client),
-            _sample_unit=Transition(),
-            _priority_key=client._priority_key,
-            _collate_fn=None,
-            _locked=lambda settled: contextlib.nullcontext(storage),
-        )
-        update_from_sample(cast(Any, like_a_buffer), data)
-
-
-class _Target:
-    """A sampler that sends updates of priorities to shards."""
-
-    def __init__(self, client: ShardedClient) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client.sampler, name)
-
-    def check_priorities(self, priority: torch.Tensor) -> None:
-        self._client.sampler.check_priorities(priority)
-
-    def update_priority(self, index: Any, priority: Any, *, storage: Any, generation: Any) -> None:
-        set_priorities(self._client, index, priority, generation)
+    sampler, key = client._sampler, client._priority_key
+    found = priorities_of(data, sampler, key) if sampler.prioritized else None
+    if found is not None:
+        index, value, generation = found
+        value = reduced_priority(value, len(index), sampler, key)
+        set_priorities(client, index, value, generation)
 
 
 def patch_rows(
