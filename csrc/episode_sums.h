@@ -38,7 +38,7 @@ class EpisodeSums {
   }
 
   void refresh(const Episodes& of) {
-    if (of.version() == version_) return;
+    if (of.version() == version_ && static_cast<std::int64_t>(ends_.size()) == of.lanes()) return;
     std::int64_t sum = 0;
     while (static_cast<std::int64_t>(lanes_.size()) < of.records()) lanes_.emplace_back(of.slots());
     ends_.clear();

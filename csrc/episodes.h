@@ -362,7 +362,7 @@ class Episodes {
       __builtin_prefetch(reinterpret_cast<const char*>(link));
       if (pooled()) {
         const Place place = places_[static_cast<std::size_t>(own)];
-        if (place.lane == kFree) return i;
+        if (place.lane == kFree || static_cast<std::size_t>(place.lane) >= rank_.size()) return i;
         const std::int64_t last = this->lane(place.lane).hi - 1;
         time[i] = last - static_cast<std::uint32_t>(last - place.time);
         lane[i] = rank_[place.lane];

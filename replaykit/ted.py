@@ -16,6 +16,7 @@ __all__ = [
     "FLAG_KEYS",
     "NEXT_FLAGS",
     "RESERVED_KEYS",
+    "RETURN_VALID",
     "REWARD",
     "TERMINATED",
     "TRUNCATED",
@@ -47,6 +48,9 @@ FLAG_KEYS: Final[frozenset[Key]] = frozenset(
 
 EPISODE_KEYS: Final[tuple[Key, ...]] = (("collector", "traj_ids"), ("episode",), ("seed",))
 """Id columns. A change of any of these ids ends an episode."""
+
+RETURN_VALID: Final[Key] = ("return_valid",)
+"""Whether a row has its discounted return; see ``ReturnToGo``."""
 
 RESERVED_KEYS: Final[frozenset[str]] = frozenset({"index", "index_generation"})
 """Root keys of samples. They are ignored on write, added on read and never stored."""

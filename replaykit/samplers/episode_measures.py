@@ -375,14 +375,23 @@ class DrawCounter:
 
     def __init__(self) -> None:
         self.number = 0
-        self._made: deque[tuple[int, Array]] = deque(maxlen=1024)
+        self._made: deque[tuple[int, Array, torch.Tensor]] = deque(maxlen=1024)
 
-    def made(self, ids: Array) -> None:
-        """Record a draw that was counted: the ids of its episodes."""
-        self._made.append((self.number, ids))
+    def made(self, ids: Array, index: torch.Tensor) -> None:
+        """Record a draw that was counted: the ids of its episodes, and its rows."""
+        self._made.append((self.number, ids, index))
         self.number += 1
 
     def undo(self, since: int, tags: EpisodeTags, episodes: EpisodeIndex) -> None:
         """Take back all draws from the number ``since`` on."""
         while self._made and self._made[-1][0] >= since:
             tags.count_draws(tags.places(self._made.pop()[1], episodes), -1)
+
+    def undo_rows(self, drawn: list[torch.Tensor], tags: EpisodeTags, episodes: Any) -> None:
+        """Take back the draws that returned these rows."""
+        for index in drawn:
+            for entry in reversed(self._made):
+                if torch.equal(entry[2].cpu(), index.cpu()):
+                    tags.count_draws(tags.places(entry[1], episodes), -1)
+                    self._made.remove(entry)
+                    break

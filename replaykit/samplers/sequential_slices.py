@@ -38,6 +38,9 @@ class _Ordered(SliceSampler):
 
     marks_draws = True
 
+    _from_row: ClassVar[Any]
+    """A saved place of which a row, its element, is in the next window."""
+
     _oldest: ClassVar[Any]
     """The saved place of a sampler that begins with the oldest episode."""
 
@@ -113,6 +116,13 @@ class _Ordered(SliceSampler):
             slot, lane = divmod(self._loaded.element, lanes)
             now = (rows.cpu() == slot).nonzero().flatten().tolist()
             self._loaded = replace(self._loaded, element=now[0] * lanes + lane) if now else None
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        first = next((index[:1] for index in drawn if len(index)), None)
+        if first is not None:
+            element = int(ravel(first, storage.lanes) if storage.ndim > 1 else first)
+            self._place = None
+            self._loaded = replace(self._from_row, element=element, pass_index=self._passes)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -203,7 +213,7 @@ class _SequentialSlices(_Ordered):
 
     kind = "slice_sequential"
     _declared = _SequentialPlace
-    _oldest = _SequentialPlace(-1, False, 0)
+    _from_row, _oldest = _SequentialPlace(0, True, 0), _SequentialPlace(-1, False, 0)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -334,12 +344,6 @@ class _SequentialSlices(_Ordered):
 
     # -- undoing draws, and state -------------------------------------------------------------
 
-    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
-        first = next((index[:1] for index in drawn if len(index)), None)
-        if first is not None:
-            element = int(ravel(first, storage.lanes) if storage.ndim > 1 else first)
-            self._place, self._loaded = None, _SequentialPlace(element, True, self._passes)
-
     def _to_save(self, storage: Storage) -> _SequentialPlace | None:
         """Return a place whose row is stored: if necessary, the next row in the order of draws."""
         stored = _stored(self._place, storage)
@@ -404,7 +408,7 @@ class _RoundRobinSlices(_Ordered):
 
     kind = "slice_round_robin"
     _declared = _NextEpisode
-    _oldest = _NextEpisode(-1, 0)
+    _from_row, _oldest = _NextEpisode(0, 0), _NextEpisode(-1, 0)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

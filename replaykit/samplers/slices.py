@@ -601,7 +601,7 @@ class SliceSampler(Sliced):
                 assert isinstance(anchors, EpisodeMasses)
                 if self.draw == "without_replacement":
                     anchors.episodes_of(found)
-                self._counter.made(anchors.count_draw())
+                self._counter.made(anchors.count_draw(), drawn[0])
             return drawn
 
     def _draw_plain(
@@ -689,6 +689,12 @@ class SliceSampler(Sliced):
                 episodes = self.episodes(storage)
                 self._counter.undo(token, episode_tags(storage, episodes), episodes)
         return None
+
+    def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
+        if self._counter is not None and drawn and len(storage):
+            with storage.lock:
+                episodes = self.episodes(storage)
+                self._counter.undo_rows(drawn, episode_tags(storage, episodes), episodes)
 
     # -- state --------------------------------------------------------------------------------
 

@@ -31,7 +31,14 @@ from replaykit.storages.indexing import (
 from replaykit.storages.memory import allocate, carried
 from replaykit.storages.records import plan_records
 from replaykit.structure import Branch, Leaf, Node, Path
-from replaykit.ted import EPISODE_KEYS, FLAG_KEYS, RESERVED_KEYS, format_key, unravel
+from replaykit.ted import (
+    EPISODE_KEYS,
+    FLAG_KEYS,
+    RESERVED_KEYS,
+    RETURN_VALID,
+    format_key,
+    unravel,
+)
 
 
 class ColumnStorage(ColumnReads):
@@ -417,9 +424,11 @@ class ColumnStorage(ColumnReads):
         """
         columns, length, slots = self.require(), self.ledger.length, None
         columns.check_writable()
-        bounding = [] if elements is None else self.indexes.bounding(leaves)
+        # If the rows keep their ends, no index has to read all rows again. But ReturnToGo knows by
+        # an edit of their ends that rows were replaced, whose returns it has to compute.
+        replaced = elements is None or RETURN_VALID in leaves
+        bounding = [] if replaced else self.indexes.bounding(leaves)
         if elements is not None and bounding:
-            # If the rows keep their ends, no index has to read all rows again.
             old = columns.gather_keys(bounding, elements)
             new = {path: carried(leaves[path]).to(columns.device) for path in bounding}
             kept = {path for path in bounding if torch.equal(carried(old[path]), new[path])}

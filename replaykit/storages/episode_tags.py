@@ -292,8 +292,14 @@ class EpisodeTags:
             if len(ids) != rows or len(kinds) != len(parts):
                 raise ValueError(f"expected tags {kinds} of {rows} episodes, got {len(ids)}")
         if whole:
-            self._columns = {n: c for n, c in self._columns.items() if n in (DRAWS, COUNTED)}
+            counts = {n: c for n, c in self._columns.items() if n in (DRAWS, COUNTED)}
+            kept = torch.zeros(len(self._ids), dtype=torch.bool, device="cpu")
+            for column in counts.values():
+                kept |= column != 0
+            self._ids = self._ids[kept.numpy()]
+            self._columns = {name: column[kept] for name, column in counts.items()}
             self._changed = []
+            self.layout += 1
         known = self._find(ids)[1]
         if not known.all():
             self._insert(np.unique(ids[~known]))

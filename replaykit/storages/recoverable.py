@@ -298,6 +298,10 @@ class Recovery:
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
         number, tags, tags_at = ledger.log.number, indexes.tags, self._tags_at
+        if seen < 0 and len(numbers := self.home.states.view()):
+            tags_at = CommittedState(
+                numbers
+            ).tags.copy()  # an interrupted commit may have succeeded
         priorities, tagged = [], tags.uncommitted
         written, same = seen != number, counts == self._counts
         changed = written or self._table_changed or tagged
@@ -332,7 +336,7 @@ class Recovery:
             if self.sharing is None:
                 self.home.commit(state.numbers, self._more)
             else:
-                self.sharing.commit_state(state, whole=whole)
+                self.sharing.commit_state(state, whole=whole or tagged)
             for place, column in enumerate(self.samplers):
                 column.counts, column.written, column.whole = priorities[place], False, False
         self.seen, self._counts, self._table_changed = number, counts, False

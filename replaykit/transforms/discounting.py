@@ -18,7 +18,7 @@ from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
-from replaykit.ted import TERMINATED, Key, end_flags, format_key, unravel
+from replaykit.ted import RETURN_VALID, TERMINATED, Key, end_flags, format_key, unravel
 from replaykit.transforms.batch_values import last_real, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
@@ -218,7 +218,6 @@ class Bootstrap(HistoryTransform):
         return f"Bootstrap({', '.join(parts)})"
 
 
-_VALID: Final[Key] = ("return_valid",)
 _NEED: Final = ", which ReturnToGo needs"
 
 
@@ -312,7 +311,7 @@ class ReturnToGo(Transform):
             )
         self.on_truncated = on_truncated
         self.key, self.reward = unravel(key), unravel(reward)
-        if self.key in (_VALID, self.reward):
+        if self.key in (RETURN_VALID, self.reward):
             raise ValueError(
                 f"key: expected neither the key of the rewards nor 'return_valid', got "
                 f"{format_key(self.key)}"
@@ -358,7 +357,7 @@ class ReturnToGo(Transform):
         data = data.copy()
         data.set(self.key, torch.full_like(reward, self.default, dtype=dtype))
         shape = (*data.batch_size, 1)
-        data.set(_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
+        data.set(RETURN_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
         return data
 
     def check_parts(self, storage: Storage, writer: Any) -> None:
@@ -402,14 +401,14 @@ class ReturnToGo(Transform):
             return
         index, ledger = storage.episodes, storage.ledger
         seen = self._seen.get(storage)
-        outdated = self._is_outdated(storage, index, None if seen is None else seen[0])
+        outdated = _is_outdated(storage, index, None if seen is None else seen[0])
         whole = seen is None or outdated
         slots = np.arange(ledger.length) if whole else np.unique(ledger.written_since(seen)[1])
         ended = index.ended_among(slots)
         chosen = self._computed(ended[2])
         if not outdated and chosen.any():
             # Rows have returns after a load, or if another process has written them.
-            known = self._gather(storage, index, [_VALID], *ended[:2])[_VALID]
+            known = self._gather(storage, index, [RETURN_VALID], *ended[:2])[RETURN_VALID]
             chosen &= ~known.flatten(1).any(1).cpu().numpy()
         element, returns = torch.zeros(0, dtype=torch.int64, device="cpu"), None
         ends = [part[chosen] for part in ended]
@@ -421,32 +420,8 @@ class ReturnToGo(Transform):
             self._replace_all(storage, element, returns)
         elif returns is not None:
             valid = torch.ones(len(element), 1, dtype=torch.bool, device="cpu")
-            storage.put(element, {self.key: returns, _VALID: valid})
+            storage.put(element, {self.key: returns, RETURN_VALID: valid})
         self._seen[storage] = ledger.place_in_log
-
-    def _is_outdated(self, storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
-        """Return whether rows have moved, changed or may end other episodes, since ``seen``.
-
-        Without ``seen``, only changes since the last load count, because loaded rows have returns.
-        """
-        changes = storage.ledger.log.since(seen or 0)
-        if changes is None:
-            return seen is not None
-        moves, outdated, edited = {ChangeKind.MOVE}, False, set[Path]()
-        if not storage.ledger.by_stream:  # else writes have placed rows
-            moves.add(ChangeKind.PLACE)
-        for kind, _, columns in changes:
-            if kind in moves:
-                outdated, edited = seen is not None or kind is not ChangeKind.MOVE, set()
-            elif kind is ChangeKind.EDIT:
-                outdated |= columns is None
-                edited |= columns or set()
-        # An edit of whole rows, which other processes see column by column, resets their returns.
-        return (
-            outdated
-            or not edited.isdisjoint(index.bound.paths)
-            or edited >= {self.reward, self.key}
-        )
 
     def resized(self, storage: Storage) -> None:
         """Keep the returns of stored rows, which have moved in a storage of another capacity."""
@@ -473,8 +448,10 @@ class ReturnToGo(Transform):
             return [nothing, nothing, nothing]
         lanes = storage.lanes.numel()
         element = elements_of(slots, lanes)
-        read = storage.require().gather_keys([self.boundary, _VALID], torch.from_numpy(element))
-        flag, valid = (_any(read[key]) for key in (self.boundary, _VALID))
+        read = storage.require().gather_keys(
+            [self.boundary, RETURN_VALID], torch.from_numpy(element)
+        )
+        flag, valid = (_any(read[key]) for key in (self.boundary, RETURN_VALID))
         element = element[flag & ~(valid & known_only)]
         time, lane = index.time_and_lane(element)
         order = np.lexsort((time, lane))
@@ -496,7 +473,7 @@ class ReturnToGo(Transform):
         valid = torch.zeros(rows, 1, dtype=torch.bool, device="cpu")
         if returns is not None:
             values[element], valid[element] = returns, True
-        columns = {self.key: values.view(*shape, *leaf.shape), _VALID: valid.view(*shape, 1)}
+        columns = {self.key: values.view(*shape, *leaf.shape), RETURN_VALID: valid.view(*shape, 1)}
         storage.edit_columns(columns)
 
     def _computed(self, code: Array) -> Array:
@@ -583,7 +560,7 @@ class ReturnToGo(Transform):
     def edited(self, episodes: EditedEpisodes) -> None:
         """Recompute the returns of episodes that a ``TrajectoryTransform`` has edited."""
         leaves = episodes.leaves
-        if not {self.key, _VALID, self.reward} <= set(leaves):
+        if not {self.key, RETURN_VALID, self.reward} <= set(leaves):
             return
         reason, rows = episodes.reasons, episodes.counts
         truncated = reason == int(EndReason.TRUNCATED)
@@ -610,10 +587,29 @@ class ReturnToGo(Transform):
         old = leaves[self.key]
         returns = torch.where(over_features(valid, returns), returns, self.default)
         leaves[self.key] = returns.to(old.device, old.dtype)
-        leaves[_VALID] = valid.view(-1, 1).to(old.device)
+        leaves[RETURN_VALID] = valid.view(-1, 1).to(old.device)
 
     def __repr__(self) -> str:
         return f"ReturnToGo(gamma={self.gamma:g}, key={format_key(self.key)})"
+
+
+def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) -> bool:
+    """Return whether stored rows have moved, or may end other episodes, since ``seen``.
+
+    Without ``seen``, only changes since the last load count, because loaded rows have returns.
+    """
+    changes = storage.ledger.log.since(seen or 0)
+    if changes is None:
+        return seen is not None
+    moves, outdated, paths = {ChangeKind.MOVE}, False, index.bound.paths
+    if not storage.ledger.by_stream:  # else writes have placed rows
+        moves.add(ChangeKind.PLACE)
+    for kind, _, columns in changes:
+        if kind in moves:
+            outdated = seen is not None or kind is not ChangeKind.MOVE
+        elif kind is ChangeKind.EDIT:
+            outdated |= columns is None or not columns.isdisjoint(paths)
+    return outdated
 
 
 def _any(flag: torch.Tensor) -> Array:
