@@ -296,12 +296,13 @@ def preprocess_rows(
             return map(job.run, some)
         processes = WorkerPool(
             job.run,
-            min(workers, -(-source.rows // step)),
+            some,
+            workers,
             threads=worker_threads,
             start_method=mp_start_method,
             max_tasks=max_tasks_per_child,
         )
-        return stack.enter_context(processes).results(some)
+        return stack.enter_context(processes).answers()
 
     with target_lock(target):
         recover(target)

@@ -207,6 +207,14 @@ class DownloadCache:
         mark = _read_json(_record_of(part)).get("mark")
         return (length, mark) if isinstance(mark, str) and mark else (0, None)
 
+    def missing_bytes(self, files: Iterable[tuple[WebFile, int | None]]) -> list[int]:
+        """Return the missing bytes of each file of known size that is not in the cache."""
+        needed = []
+        for file, size in files:
+            if size is not None and not self.entry(file).is_file():
+                needed.append(max(0, size - self.resumable(file)[0]))
+        return needed
+
     def subject(self, file: WebFile) -> WebSubject:
         """Return the request for a file."""
         return WebSubject(file.url)
@@ -365,17 +373,16 @@ def fetch_files(
     """
     cache = DownloadCache(default_downloads() if root is None else Path(root), retry.stall_s)
     wanted = list(dict.fromkeys(files))
-    asked = sizes_of(wanted, cache, max_workers=max_workers, retry=retry)
-    sizes = {file: size or 0 for file, size in zip(wanted, asked, strict=True)}
+    sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry)
     if not is_offline():
-        missing = [file for file in wanted if not cache.entry(file).is_file()]
-        needed = [max(0, sizes[file] - cache.resumable(file)[0]) for file in missing]
+        needed = cache.missing_bytes(zip(wanted, sizes, strict=True))
         require_room(cache.root, sum(needed), max(needed, default=0))
         if target is not None:
-            require_room_for_columns(cache.root, sum(needed), target, sum(sizes.values()))
+            total = sum(size or 0 for size in sizes)
+            require_room_for_columns(cache.root, sum(needed), target, total)
     fetch_all(
         cache,
-        sizes,
+        {file: size or 0 for file, size in zip(wanted, sizes, strict=True)},
         title=f"Downloading {wanted[0].name if len(wanted) == 1 else f'{len(wanted)} files'}",
         cache=cache.root,
         progress=progress,

@@ -11,23 +11,22 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import Pool, ThreadPool
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import torch
 
 from replaykit.interrupts import deferred
 
-Job = Callable[[Any], Any]
-"""A function that processes a piece of work and returns a result, which is not ``None``.
+Piece = tuple[int, int]
+Job = Callable[[Piece], Any]
+"""A function that processes a piece and returns a result, which is not ``None``.
 
-Function, piece and result must be picklable.
+Function and result must be picklable.
 """
 
 POLL: Final = 1.0
@@ -45,7 +44,7 @@ class Worker:
     connection: Connection
     given: int = 0
 
-    def give(self, piece: Any) -> None:
+    def give(self, piece: Piece) -> None:
         """Send the worker a piece to process.
 
         Raises:
@@ -57,21 +56,20 @@ class Worker:
         except OSError:
             raise self.death() from None
 
+    def has_answered(self) -> bool:
+        """Return whether an answer or the end of the connection can be read."""
+        # The order matters, because a worker may answer and die between the two calls.
+        alive = self.process.is_alive()
+        return self.connection.poll() or not alive
+
     def answer(self) -> Any:
-        """Return the result of the job, after waiting for it.
+        """Return the result of the job.
 
         Raises:
             RuntimeError: the worker died.
 
         An error in the job is raised to the caller, with the worker's traceback as its cause.
         """
-        alive = True
-        while not self.connection.poll():
-            if not alive:  # another process may have the pipe, so that its end cannot be read
-                raise self.death()
-            # The order matters, because a worker may answer and die between the two calls.
-            alive = self.process.is_alive()
-            wait([self.connection, self.process.sentinel], POLL)
         try:
             found, error, text = self.connection.recv()
         except (EOFError, OSError):
@@ -107,6 +105,18 @@ def end_workers(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.process.join(GRACE)
         worker.connection.close()
+
+
+def heard(group: Sequence[Worker]) -> list[Worker]:
+    """Return the workers that answered or died, after waiting for the first of them.
+
+    At least one of the given workers must have a piece.
+    """
+    while True:
+        wait([part for w in group for part in (w.connection, w.process.sentinel)], POLL)
+        heard = [worker for worker in group if worker.has_answered()]
+        if heard:
+            return heard
 
 
 def death_of(code: int | None) -> RuntimeError:
@@ -158,7 +168,7 @@ def _main(connection: Connection, job: Job, threads: int, parent: int, direct: b
         return  # the parent has ended
 
 
-def _answer(job: Job, piece: Any) -> tuple[Any, bytes | None, str]:
+def _answer(job: Job, piece: Piece) -> tuple[Any, bytes | None, str]:
     import cloudpickle
 
     try:
@@ -229,7 +239,7 @@ def pool_size(pool: Any) -> int | None:
     return len(_processes(pool)) or None
 
 
-def run_in_pool(pool: Pool, job: Job, pieces: Iterable[Any]) -> Generator[Any, None, None]:
+def run_in_pool(pool: Pool, job: Job, pieces: Iterable[Piece]) -> Generator[Any, None, None]:
     """Process pieces in a user's pool, and yield the results in order.
 
     Raises:
@@ -260,14 +270,18 @@ def _processes(pool: Pool) -> list[Any]:
 
 
 class WorkerPool:
-    """A single-use context manager of worker processes, each of which is driven by a thread.
+    """A single-use context manager of workers that take pieces from a queue.
 
-    The thread that enters the block starts the workers, and must outlive the block. No worker
-    remains after the block.
+    The thread that enters the block starts the workers, and must outlive the block. A worker ends
+    as soon as it gets no further piece. No worker remains after the block.
 
     Args:
         job: the function for a piece.
-        count: the number of workers.
+        pieces: the queue of pieces.
+        count: the greatest number of workers.
+        ahead: the greatest count of pieces under way. A piece is under way from the time a worker
+            gets it until the caller takes its result. ``ahead`` is at least ``count``. By default
+            there is no limit.
         threads: torch threads in each worker.
         start_method: the start method of `multiprocessing`; None for the default.
         max_tasks: count of pieces after which a new process replaces a worker.
@@ -276,77 +290,137 @@ class WorkerPool:
     def __init__(
         self,
         job: Job,
+        pieces: Iterable[Piece],
         count: int,
         *,
+        ahead: int | None = None,
         threads: int = 1,
         start_method: str | None = None,
         max_tasks: int | None = None,
     ) -> None:
         self._job = job
+        self._todo = deque(pieces)
         self._count = count
+        self._ahead = len(self._todo) if ahead is None else max(ahead, count)
         self._threads = threads
         self._context: Any = multiprocessing.get_context(start_method)
         self._max_tasks = max_tasks
+        self._given = 0
         self._workers: list[Worker] = []
-        self._free: SimpleQueue[Worker] = SimpleQueue()
-        self._drivers = ThreadPoolExecutor(count)
+        self._idle: list[Worker] = []
+        self._working: list[Worker] = []
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        # Guards `_todo`, `_given` and `_idle`.
+        self._lock = threading.Lock()
         self._is_closing = False
+        self._listener: threading.Thread | None = None
 
     def __enter__(self) -> WorkerPool:
         if self._context.get_start_method() == "fork":
             _give_back_free_memory()
         try:
-            for _ in range(self._count):
-                self._free.put(self._start())
+            while self._todo and len(self._workers) < self._count:
+                self._hand(self._start())
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closing = True
-        for worker in self._workers.copy():
-            worker.process.kill()
-        self._drivers.shutdown(cancel_futures=True)
-        end_workers(self._workers)
-
-    def submit(self, piece: Any) -> Future[Any]:
-        """Return the future result of a piece. A piece that no worker has begun can be cancelled.
-
-        The result raises RuntimeError if the worker dies. The message names the signal or exit
-        code. An error in the job has the worker's traceback as its cause.
-        """
-        return self._drivers.submit(self._run, piece)
-
-    def results(self, pieces: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results of pieces in order of completion. Few pieces are begun in advance."""
-        todo = iter(pieces)
-        running = {self.submit(piece) for piece in islice(todo, _PIECES_AHEAD * self._count)}
-        while running:
-            done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
-            running |= {self.submit(piece) for piece in islice(todo, len(done))}
-            yield from (future.result() for future in done)
-
-    def _run(self, piece: Any) -> Any:
-        worker = self._free.get()
-        try:
-            if worker.given == self._max_tasks:
-                end_workers([worker])
-                self._workers.remove(worker)
-                worker = self._start()
-            worker.give(piece)
-            return worker.answer()
-        finally:
-            self._free.put(worker)
 
     def _start(self) -> Worker:
         # Hooks around a fork discard a KeyboardInterrupt, so an interrupt would be lost.
         with deferred:
             worker = start_worker(self._context, self._job, self._threads)
             self._workers.append(worker)
-        if self._is_closing:
-            worker.process.kill()
+        self._working.append(worker)
         return worker
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closing = True
+        for worker in self._workers:
+            worker.process.kill()
+        if self._listener is not None and self._listener.ident is not None:
+            self._listener.join()
+        end_workers(self._workers)
+
+    def take(self, piece: Piece | None = None) -> Piece | None:
+        """Return the next piece, or a given piece, for the caller to process.
+
+        No worker gets the returned piece. The result is ``None`` if a worker has the given piece
+        already, or if no piece is left.
+        """
+        with self._lock:
+            if not self._todo or (piece is not None and piece not in self._todo):
+                return None
+            if piece is None:
+                return self._todo.popleft()
+            self._todo.remove(piece)
+            return piece
+
+    def answers(self) -> Iterator[Any]:
+        """Yield the results of the workers until no worker has a piece; see `answer`."""
+        while (found := self.answer()) is not None:
+            yield found
+
+    def answer(self, *, waits: bool = True) -> Any:
+        """Return the first available result of the workers.
+
+        The result is ``None`` if no worker has a piece. Without ``waits``, it is also ``None`` if
+        no result is available yet.
+
+        Raises:
+            RuntimeError: a worker died. The message names the signal or exit code.
+
+        An error in the job is raised to the caller, with the worker's traceback as its cause.
+        """
+        if not self._given:
+            return None
+        try:
+            found, error = self._answers.get(block=waits)
+        except Empty:
+            return None
+        if error is not None:
+            raise error
+        with self._lock:
+            self._given -= 1
+            if self._idle and self._todo:
+                self._hand(self._idle.pop())
+        return found
+
+    def _hand(self, worker: Worker) -> None:
+        """Send a worker the next piece, if there is one.
+
+        The caller must hold the lock, or be the only thread. If there is no further piece, the
+        worker is killed, so that the system soon frees its memory. If the worker has had its
+        greatest count of pieces, a new one replaces it.
+        """
+        is_spent = self._max_tasks is not None and worker.given >= self._max_tasks
+        if is_spent or not self._todo:
+            self._working.remove(worker)
+            worker.process.kill()
+            if not self._todo:
+                return
+            worker = self._start()
+        if self._given >= self._ahead:
+            self._idle.append(worker)
+            return
+        self._given += 1
+        worker.give(self._todo.popleft())
+
+    def _listen(self) -> None:
+        """Receive the answers of the workers until all have ended."""
+        try:
+            while self._working and not self._is_closing:
+                for worker in heard(self._working):
+                    found = worker.answer()
+                    # Both steps are under one lock. Otherwise the caller could take the answer in
+                    # between, and find no worker with a piece.
+                    with self._lock:
+                        self._answers.put((found, None))
+                        self._hand(worker)
+        except BaseException as error:  # answer() raises it to the caller
+            self._answers.put((None, error))
 
 
 def _give_back_free_memory() -> None:

@@ -269,8 +269,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 pieces = [(0, 1), (1, 2)]
 try:
-    with WorkerPool(work, 2, start_method="fork") as pool:
-        print(list(pool.results(pieces)))
+    with WorkerPool(work, pieces, 2, start_method="fork") as pool:
+        print(list(pool.answers()))
 except KeyboardInterrupt:
     print("interrupted", len(multiprocessing.active_children()))
 """

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from replaykit.datasets.worker_pool import WorkerPool
+from replaykit.datasets.worker_pool import Piece, WorkerPool
 
-Piece = tuple[int, int]
 PIECES = [(k, k + 1) for k in range(12)]
 
 
@@ -20,24 +20,18 @@ def who(piece: Piece) -> tuple[Piece, int]:
     return piece, os.getpid()
 
 
-def die(piece: Piece) -> None:
-    """Leaves a process with the worker's pipes, so that their ends do not show its death."""
-    if not os.fork():
-        time.sleep(12)
-        os._exit(0)
-    os._exit(3)
+def sleep(piece: Piece) -> None:
+    time.sleep(600)
 
 
 class RuleFinding:
-    """Leaves a file for each piece that was begun, and ends with the file of its number."""
+    """Leaves a file for each piece that was begun."""
 
-    def __init__(self, folder: Path, last: Piece = (99, 100)) -> None:
-        self.folder, self.last = folder, last
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __call__(self, piece: Piece) -> Piece:
         (self.folder / str(piece[0])).touch()
-        while piece >= self.last and not (self.folder / "go").exists():
-            time.sleep(0.01)
         return piece
 
 
@@ -51,48 +45,73 @@ def forked() -> Iterator[None]:
     multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.mark.parametrize(("count", "max_tasks"), [(1, None), (3, None), (20, None), (2, 5)])
-def test_each_piece_is_processed_once(count, max_tasks):
-    with WorkerPool(who, count, max_tasks=max_tasks) as pool:
-        found = list(pool.results(PIECES))
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_caller_and_workers_share_the_pieces(count):
+    found = []
+    with WorkerPool(who, PIECES, count) as pool:
+        while (piece := pool.take()) is not None:
+            found.append(who(piece))
+        while (answer := pool.answer()) is not None:
+            found.append(answer)
     assert sorted(piece for piece, _ in found) == PIECES
-    processes = [process for _, process in found]
-    assert os.getpid() not in processes
-    assert max_tasks or len(set(processes)) <= count
-    assert max(map(processes.count, processes)) <= (max_tasks or len(PIECES))
+    assert len({process for _, process in found} - {os.getpid()}) <= count
 
 
 def test_workers_continue_while_the_caller_works(tmp_path):
-    with WorkerPool(RuleFinding(tmp_path), 1) as pool:
-        futures = [pool.submit(piece) for piece in PIECES]
+    with WorkerPool(RuleFinding(tmp_path), PIECES, 1) as pool:
         begun = time.monotonic()
         while len(list(tmp_path.iterdir())) < len(PIECES) and time.monotonic() - begun < 30:
             time.sleep(0.01)
-        assert not any(future.cancel() for future in futures)
-        assert [future.result() for future in futures] == PIECES
-
-
-def test_caller_takes_pieces_that_no_worker_has_begun(tmp_path):
-    with WorkerPool(RuleFinding(tmp_path, PIECES[0]), 1) as pool:
-        first, second, third = (pool.submit(piece) for piece in PIECES[:3])
-        while not (tmp_path / "0").exists():
-            time.sleep(0.01)
-        assert (first.cancel(), second.cancel()) == (False, True)
-        (tmp_path / "go").touch()
-        assert (first.result(), third.result()) == (PIECES[0], PIECES[2])
-    assert not (tmp_path / "1").exists()
+        assert pool.take() is None
+        answers = [pool.answer() for _ in PIECES]
+        assert pool.answer() is None
+    assert answers == PIECES
 
 
 def test_workers_do_not_run_far_ahead(tmp_path):
-    """One result is with the caller, and four pieces are under way."""
-    with WorkerPool(RuleFinding(tmp_path), 1) as pool:
-        results = pool.results(PIECES)
-        first = next(results)
-        time.sleep(0.2)
-        assert len(list(tmp_path.iterdir())) < len(PIECES)
-        assert sorted([first, *results]) == PIECES
+    with WorkerPool(RuleFinding(tmp_path), PIECES, 1, ahead=2) as pool:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(list(tmp_path.iterdir())) == 2
+        # What was taken is gone, what was not can still be had.
+        assert pool.take(PIECES[0]) is None
+        assert pool.take(PIECES[2]) == PIECES[2]
+        # Each answer that is asked for makes room for the next piece.
+        assert [pool.answer() for _ in range(11)] == [*PIECES[:2], *PIECES[3:]]
+        assert pool.answer() is None
 
 
-def test_death_is_noticed_while_another_process_has_the_pipes():
-    with WorkerPool(die, 1) as pool, pytest.raises(RuntimeError, match="with exit code 3"):
-        pool.submit(PIECES[0]).result(timeout=9)
+class Handed:
+    """A queue that goes on when the other side has had what was put there for a while."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue, self.get = queue, queue.get
+
+    def put(self, item: Any) -> None:
+        self.queue.put(item)
+        time.sleep(0.02)
+
+
+def test_next_answer_is_available_immediately_after_another(tmp_path):
+    pool = WorkerPool(RuleFinding(tmp_path), PIECES, 1, ahead=1)
+    pool._answers = Handed(pool._answers)
+    with pool:
+        assert [pool.answer() for _ in PIECES] == PIECES
+        assert pool.answer() is None
+
+
+def test_answer_without_waiting_is_none_before_a_result():
+    with WorkerPool(sleep, PIECES, 1) as pool:
+        assert pool.answer(waits=False) is None
+
+
+def test_worker_without_further_pieces_exits_at_once():
+    before = multiprocessing.active_children()
+    with WorkerPool(who, PIECES[:2], 2) as pool:
+        answers = [pool.answer()[0] for _ in range(2)]
+        begun = time.monotonic()
+        while multiprocessing.active_children() != before and time.monotonic() - begun < 30:
+            time.sleep(0.01)
+        assert multiprocessing.active_children() == before
+    assert sorted(answers) == PIECES[:2]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -309,21 +308,26 @@ def listings(
     if workers < 2 or len(files) < 2 or isinstance(layout.episodes, (Segments, WholeFile)):
         yield from (NOT_LISTED for _ in files)
         return
+    pieces = [(index, index) for index in range(len(files))]
     others = min(workers, len(files)) - 1
-    with WorkerPool(partial(_list, files, layout, room), others) as pool:
-        indices = iter(range(1, len(files)))
-        ahead = deque(map(pool.submit, islice(indices, _AHEAD * others)))
-        yield NOT_LISTED
-        while ahead:
-            # The caller lists a file that no worker has begun.
-            listed = ahead.popleft()
-            found = NOT_LISTED if listed.cancel() else listed.result()
-            ahead.extend(map(pool.submit, islice(indices, 1)))
-            yield found
+    waiting: dict[int, Listing] = {}
+    with WorkerPool(
+        partial(_list, files, layout, room), pieces[1:], others, ahead=_AHEAD * others
+    ) as pool:
+        for piece in pieces:
+            if piece == pieces[0] or pool.take(piece) is not None:
+                yield NOT_LISTED
+                continue
+            while piece[0] not in waiting:
+                index, found = pool.answer()
+                waiting[index] = found
+            yield waiting.pop(piece[0])
 
 
-def _list(files: tuple[SourceFile, ...], layout: Layout, room: int, index: int) -> Listing:
-    source, held = files[index], HeldValues(room)
+def _list(
+    files: tuple[SourceFile, ...], layout: Layout, room: int, piece: tuple[int, int]
+) -> tuple[int, Listing]:
+    source, held = files[piece[0]], HeldValues(room)
     found = Listing({}, {}, held)
     # The leaves of most groups are equal, and pickle sends an object only once.
     known: dict[H5Leaf, H5Leaf] = {}
@@ -343,4 +347,4 @@ def _list(files: tuple[SourceFile, ...], layout: Layout, room: int, index: int) 
                 found.leaves[group], found.attributes[group] = leaves, said
     except (ValueError, OSError):
         pass
-    return found
+    return piece[0], found

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -109,7 +107,7 @@ def write_files(
     left = [index for index in spans if index not in unfinished.finished]
     mine = partial(write, advance=advance)
     if workers < 2 or len(left) < 2:
-        parts: _Parts = (mine(index) for index in left)
+        parts: _Parts = (mine((index, index)) for index in left)
     else:
         if len(left) <= _MOST_ORDERED:
             left.sort(key=lambda index: len(_rows(plan, spans[index])), reverse=True)
@@ -148,8 +146,8 @@ def known_table(plan: Plan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _as_they_come(
-    write: Callable[[int], FilePart],
-    mine: Callable[[int], FilePart],
+    write: Callable[[tuple[int, int]], FilePart],
+    mine: Callable[[tuple[int, int]], FilePart],
     indices: list[int],
     workers: int,
 ) -> _Parts:
@@ -161,20 +159,16 @@ def _as_they_come(
         indices: positions of the files, in the order in which they are begun.
         workers: number of processes that write, including this process.
     """
-    ended: SimpleQueue[Future[FilePart]] = SimpleQueue()
-    with WorkerPool(write, workers - 1) as pool:
-        left = {pool.submit(index): index for index in indices}
-        for future in left:
-            future.add_done_callback(ended.put)
-        while left:
-            # This process writes the next file that no worker has begun.
-            own = next((future for future in left if future.cancel()), None)
-            if own is not None:
-                yield mine(left.pop(own))
-            while left and (own is None or not ended.empty()):
-                future = ended.get()
-                if left.pop(future, None) is not None:
-                    yield future.result()
+    pieces = [(index, index) for index in indices]
+    with WorkerPool(write, pieces[1:], workers - 1) as pool:
+        piece: tuple[int, int] | None = pieces[0]
+        while piece is not None:
+            yield mine(piece)
+            while (part := pool.answer(waits=False)) is not None:
+                yield part
+            piece = pool.take()
+        while (part := pool.answer()) is not None:
+            yield part
 
 
 def _in_order(indices: Collection[int], parts: _Parts, unfinished: Unfinished[FilePart]) -> _Parts:
@@ -201,16 +195,17 @@ def _write_file(
     sources: Sources,
     columns: Mapping[Key, ColumnOutput],
     by_file: Mapping[int, range],
-    index: int,
+    piece: tuple[int, int],
     *,
     block_bytes: int,
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
 ) -> FilePart:
-    """Write the rows of the file at a position.
+    """Write the rows of one file. The piece is the position of the file, twice.
 
     ``advance`` is given if this process shows the progress.
     """
+    index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
     rows = _rows(plan, spans)
