@@ -18,8 +18,9 @@ from replaykit.datasets.engine.episode_finders import natural_key
 from replaykit.datasets.engine.layout import Layout, rules_digest
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.table_sources import TableLayout, TrajectoryLayout, content_of
-from replaykit.datasets.http_files import WebFile, WebFiles
+from replaykit.datasets.http_files import WebFile
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
+from replaykit.datasets.remote_sources import WebFiles
 from replaykit.datasets.sources import (
     SUFFIXES,
     Sources,

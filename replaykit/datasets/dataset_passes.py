@@ -36,9 +36,8 @@ from replaykit.datasets.publishing import (
     hold_back,
     open_published,
     recover,
-    target_lock,
 )
-from replaykit.datasets.transfers import progress_bar
+from replaykit.datasets.transfers import progress_bar, target_lock
 from replaykit.datasets.worker_pool import WorkerPool, pool_size, run_in_pool
 from replaykit.declared import Count, Positive, read_value
 from replaykit.errors import SchemaError

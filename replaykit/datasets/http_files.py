@@ -5,72 +5,112 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import posixpath
 import re
-import sys
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Final
-from urllib.error import HTTPError
+from typing import Any, Final, cast
+from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request, urlopen
 
 from replaykit._version import __version__
 from replaykit.datasets.engine.h5_checks import check_signature
-from replaykit.datasets.sources import (
-    PlannedFile,
-    SourceFile,
-    Sources,
-    require_room_for_columns,
-    sha256_of,
-)
+from replaykit.datasets.sources import require_room_for_columns, sha256_of
 from replaykit.datasets.transfers import (
+    BUSY,
     Cancelled,
     Meter,
     Progress,
-    Refused,
     Retry,
-    Subject,
     cancellable_lock,
     difference,
     fetch_all,
+    is_local,
     is_offline,
+    local_error,
     run_all,
-    status_of,
+    seconds_to_wait,
     text_hint,
     write_note,
 )
-from replaykit.errors import CorpusError
+from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import require_room
 
 
+class Refused(Exception):
+    """An answer of a server after which another attempt would not help.
+
+    The text gives the reason.
+    """
+
+
 @dataclass(frozen=True)
-class WebSubject(Subject):
-    """A requested URL, which is ``path``."""
+class WebSubject:
+    """A requested URL."""
 
-    path: str
-
-    again = "call again to continue it"
-    cache = "REPLAYKIT_DOWNLOADS"
-    settings = "any proxy"
+    url: str
 
     def __str__(self) -> str:
-        return self.path
+        return self.url
 
-    def special(self, error: Exception) -> Exception | None:
-        """Return the exception for a file that does not exist, or None."""
-        status = status_of(error)
-        if status not in (404, 410):
-            return None
-        return FileNotFoundError(
-            f"there is no {self} (HTTP {status}): it has been moved or removed; fetch it from "
-            "another server and pass it with source="
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a repeated call may succeed."""
+        if isinstance(error, HTTPError):
+            return error.code in BUSY
+        cause = _cause(error)
+        if is_local(cause) or isinstance(cause, ssl.SSLCertVerificationError):
+            return False
+        return isinstance(error, (OSError, HTTPException))
+
+    def retry_after_s(self, error: Exception) -> float | None:
+        """Return the wait in seconds that the server requests, or None."""
+        return seconds_to_wait(dict(error.headers)) if isinstance(error, HTTPError) else None
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the exception to raise, whose message has the failure and the remedy."""
+        if isinstance(error, HTTPError):
+            return self._explain_status(error)
+        if isinstance(error, Refused):
+            return DownloadError(f"could not fetch {self}: {error}")
+        cause = _cause(error)
+        if is_local(cause):
+            return local_error(cause, self, "set REPLAYKIT_DOWNLOADS to a directory with room")
+        said = f"{type(cause).__name__}: {str(cause).strip() or 'no details'}"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return DownloadError(f"could not fetch {self}: its certificate is not valid ({said})")
+        if isinstance(error, URLError):
+            return DownloadError(
+                f"could not fetch {self}: the server cannot be reached; check the connection and "
+                f"any proxy ({said})"
+            )
+        return DownloadError(
+            f"could not fetch {self}: the transfer broke off; call again to continue it ({said})"
         )
+
+    def _explain_status(self, error: HTTPError) -> Exception:
+        if error.code in (404, 410):
+            return FileNotFoundError(
+                f"there is no {self} (HTTP {error.code}): it has been moved or removed; fetch it "
+                "from another server and pass it with source="
+            )
+        if error.code in (401, 403):
+            return PermissionError(f"access to {self} was refused (HTTP {error.code})")
+        asked_s = self.retry_after_s(error)
+        later = "later" if asked_s is None else f"in {asked_s:.0f} s"
+        return DownloadError(
+            f"could not fetch {self}: the server answered HTTP {error.code}; try again {later}"
+        )
+
+
+def _cause(error: Exception) -> Exception:
+    reason = getattr(error, "reason", None) if isinstance(error, URLError) else None
+    return reason if isinstance(reason, Exception) else error
 
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -130,13 +170,9 @@ def default_downloads() -> Path:
 
 @dataclass(frozen=True)
 class DownloadCache:
-    """The cache of web files below ``root``, and their downloads.
-
-    A download ends with an error if nothing arrives for ``stall_s`` seconds.
-    """
+    """The cache of web files below ``root``."""
 
     root: Path
-    stall_s: float = 60.0
 
     def entry(self, file: WebFile) -> Path:
         """Return the path of a file in the cache, whether it exists or not."""
@@ -215,80 +251,6 @@ class DownloadCache:
                 needed.append(max(0, size - self.resumable(file)[0]))
         return needed
 
-    def subject(self, file: WebFile) -> WebSubject:
-        """Return the request for a file."""
-        return WebSubject(file.url)
-
-    def receive(self, file: WebFile, meter: Meter) -> str | None:
-        """Make one attempt to fetch a file; return the problem of its bytes, or None."""
-        entry = self.entry(file)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with cancellable_lock(entry.with_name(".lock"), meter.cancel):
-            # Another process may have fetched the file while it held the lock.
-            if self.problem(file) is None:
-                return None
-            entry.unlink(missing_ok=True)
-            _record_of(entry).unlink(missing_ok=True)
-            start, mark = self.resumable(file)
-            if not start or start != file.size:
-                self._request(file, meter, start, mark)
-            return self.accept(file)
-
-    def _request(self, file: WebFile, meter: Meter, start: int, mark: str | None) -> None:
-        """Receive the bytes of a file from ``start``, and keep them after an error."""
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        if mark is not None:
-            headers["If-Range"] = mark
-        meter.begin(file)
-        try:
-            with _opened(file, "GET", headers, self.stall_s) as response:
-                self._receive_body(file, meter, response, start)
-        except HTTPError as error:
-            if error.code != 416 or not start:
-                raise
-            if error.headers.get("Content-Range") != f"bytes */{start}":  # not all bytes are there
-                self.forget_part(file)
-                raise ConnectionError("the server has fewer bytes than were received") from error
-
-    def _receive_body(
-        self, file: WebFile, meter: Meter, response: HTTPResponse, start: int
-    ) -> None:
-        coding = response.headers.get("Content-Encoding", "identity")
-        if coding != "identity":
-            raise Refused(f"the server sends the coding {coding!r}, which was not requested")
-        if response.status != 206:
-            start = 0  # the server ignores ranges, or has another version
-        elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            self.forget_part(file)
-            raise ConnectionError("the server sends other bytes than requested")
-        rest = _length(response)
-        total = file.size if rest is None else start + rest
-        if file.size is not None and total != file.size:
-            hint = text_hint(response.read(48))
-            raise Refused(f"the server has {total:,} bytes, expected {file.size:,}{hint}")
-        part = self.part(file)
-        if start == 0:
-            etag = response.headers.get("ETag")
-            # Versions with equal weak validators may differ in bytes.
-            is_strong = etag and not etag.startswith("W/")
-            mark = etag if is_strong else response.headers.get("Last-Modified")
-            write_note(_record_of(part), json.dumps({"mark": mark}))
-        meter.add(file, start)
-        position = start
-        with part.open("r+b" if start else "wb") as content:
-            content.seek(start)
-            content.truncate()
-            while block := response.read1(_BLOCK):
-                if meter.cancel.is_set():
-                    raise Cancelled
-                position += len(block)
-                if total is not None and position > total:
-                    raise Refused(f"the server sends more than {total:,} bytes")
-                content.write(block)
-                meter.add(file, len(block))
-        if total is not None and position < total:
-            raise ConnectionError(f"it ended after {position:,} of {total:,} bytes")
-
 
 def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
@@ -304,6 +266,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 _BLOCK: Final = 1 << 18
 _HEADERS: Final = {"User-Agent": f"replaykit/{__version__}", "Accept-Encoding": "identity"}
+_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def download(
@@ -371,23 +334,29 @@ def fetch_files(
     The call returns all files or raises an error. Complete files stay in the cache for the next
     call. With ``target``, the disk of the converted columns must also have enough room.
     """
-    cache = DownloadCache(default_downloads() if root is None else Path(root), retry.stall_s)
+    if max_workers < 1:
+        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
+    cache = DownloadCache(default_downloads() if root is None else Path(root))
     wanted = list(dict.fromkeys(files))
-    sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry)
+    sizes: list[int | None] = [file.size for file in wanted]
     if not is_offline():
+        sizes = sizes_of(wanted, cache, max_workers=max_workers, retry=retry)
         needed = cache.missing_bytes(zip(wanted, sizes, strict=True))
         require_room(cache.root, sum(needed), max(needed, default=0))
         if target is not None:
             total = sum(size or 0 for size in sizes)
             require_room_for_columns(cache.root, sum(needed), target, total)
+    items = [_Item(file, size or 0) for file, size in zip(wanted, sizes, strict=True)]
+    title = f"Downloading {items[0].file.name if len(items) == 1 else f'{len(items)} files'}"
     fetch_all(
-        cache,
-        {file: size or 0 for file, size in zip(wanted, sizes, strict=True)},
-        title=f"Downloading {wanted[0].name if len(wanted) == 1 else f'{len(wanted)} files'}",
-        cache=cache.root,
+        items,
+        problem=lambda item: cache.problem(item.file),
+        receive=partial(_receive, cache, retry),
+        name=lambda item: item.path,
+        title=title,
+        cache=str(cache.root),
         progress=progress,
         max_workers=max_workers,
-        retry=retry,
     )
     return [cache.entry(file) for file in files]
 
@@ -399,9 +368,9 @@ def sizes_of(
     max_workers: int = 4,
     retry: Retry = Retry(),  # noqa: B008 - frozen
 ) -> list[int | None]:
-    """Return the size of each file: given, cached, or from the server unless offline.
+    """Return the size of each file: given, cached, or from the server.
 
-    A size is None if it is not known.
+    A size is None if the server does not send it.
 
     Raises:
         FileNotFoundError: the server does not have the file.
@@ -415,14 +384,14 @@ def sizes_of(
         if file.size is not None or entry.is_file():
             return entry.stat().st_size if file.size is None else file.size
         ask = partial(_size, file, retry.stall_s)
-        return None if is_offline() else retry.run(ask, cache.subject(file), cancel)
+        return retry.run(ask, WebSubject(file.url), cancel)
 
     return run_all([partial(size, file) for file in files], max_workers=max_workers, cancel=cancel)
 
 
 def _size(file: WebFile, timeout_s: float) -> int | None:
     try:
-        with _opened(file, "HEAD", {}, timeout_s) as response:
+        with _opened(Request(file.url, headers=_HEADERS, method="HEAD"), timeout_s) as response:
             return _length(response)
     except HTTPError as error:
         if error.code in (405, 501):  # a server that answers GET only
@@ -430,27 +399,110 @@ def _size(file: WebFile, timeout_s: float) -> int | None:
         raise
 
 
-class _Redirects(HTTPRedirectHandler):
-    """Repeats the method of a redirected request. Python before 3.13 turns HEAD into GET."""
+@dataclass(frozen=True)
+class _Item:
+    """A file, and its size for the progress bar, which may be inexact."""
 
-    def redirect_request(self, req: Request, *answer: Any) -> Request | None:
-        redirected = super().redirect_request(req, *answer)
-        if redirected is not None:
-            redirected.method = req.get_method()
-        return redirected
+    file: WebFile
+    size: int
+
+    @property
+    def path(self) -> str:
+        return self.file.url
+
+
+def _receive(cache: DownloadCache, retry: Retry, item: _Item, meter: Meter) -> str | None:
+    """Fetch a file into the cache, and return the problem of its bytes, or None."""
+    file, folder = item.file, cache.entry(item.file).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with cancellable_lock(folder / ".lock", meter.cancel):
+        # Another process may have fetched the file while it held the lock.
+        if cache.problem(file) is None:
+            return None
+        cache.entry(file).unlink(missing_ok=True)
+        _record_of(cache.entry(file)).unlink(missing_ok=True)
+        request = partial(_request, cache, item, meter, retry.stall_s)
+        retry.run(request, WebSubject(file.url), meter.cancel)
+        return cache.accept(file)
+
+
+def _request(cache: DownloadCache, item: _Item, meter: Meter, timeout_s: float) -> None:
+    """Receive the missing bytes of a file, and keep them after an error."""
+    file, size = item.file, item.file.size
+    start, mark = cache.resumable(file)
+    if size is not None and start >= size:
+        if start == size > 0:
+            return
+        start = 0
+    headers = dict(_HEADERS)
+    if start:
+        headers["Range"] = f"bytes={start}-"
+        if mark is not None:
+            headers["If-Range"] = mark
+    meter.begin(item)
+    try:
+        with _opened(Request(file.url, headers=headers), timeout_s) as response:
+            _receive_body(cache, item, meter, response, start)
+    except HTTPError as error:
+        if error.code == 416 and start:
+            if error.headers.get("Content-Range") == f"bytes */{start}":
+                return  # all bytes are there
+            cache.forget_part(file)
+            raise ConnectionError("the server has fewer bytes than were received") from error
+        raise
+
+
+def _receive_body(
+    cache: DownloadCache, item: _Item, meter: Meter, response: HTTPResponse, start: int
+) -> None:
+    file, size = item.file, item.file.size
+    coding = response.headers.get("Content-Encoding", "identity")
+    if coding != "identity":
+        raise Refused(f"the server sends the coding {coding!r}, which was not requested")
+    if response.status == 206:
+        if _first(response) != start:
+            cache.forget_part(file)
+            raise ConnectionError("the server sends other bytes than requested")
+    else:
+        start = 0  # the server ignores ranges, or has another version
+    rest = _length(response)
+    total = None if rest is None else start + rest
+    if size is not None and total is not None and total != size:
+        hint = text_hint(response.read(48))
+        raise Refused(f"the server has {total:,} bytes, expected {size:,}{hint}")
+    expected = size if total is None else total
+    part = cache.part(file)
+    if start == 0:
+        etag = response.headers.get("ETag")
+        # Versions with equal weak validators may differ in bytes.
+        is_strong = etag and not etag.startswith("W/")
+        mark = etag if is_strong else response.headers.get("Last-Modified")
+        write_note(_record_of(part), json.dumps({"mark": mark}))
+    meter.add(item, start)
+    position = start
+    with part.open("r+b" if start else "wb") as content:
+        content.seek(start)
+        content.truncate()
+        while block := response.read1(_BLOCK):
+            if meter.cancel.is_set():
+                raise Cancelled
+            position += len(block)
+            if expected is not None and position > expected:
+                raise Refused(f"the server sends more than {expected:,} bytes")
+            content.write(block)
+            meter.add(item, len(block))
+    if expected is not None and position < expected:
+        raise ConnectionError(f"it ended after {position:,} of {expected:,} bytes")
 
 
 @contextmanager
-def _opened(
-    file: WebFile, method: str, headers: Mapping[str, str], timeout_s: float
-) -> Iterator[HTTPResponse]:
-    request = Request(file.url, headers={**_HEADERS, **headers}, method=method)
+def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
     try:
-        opened = build_opener(_Redirects).open(request, timeout=timeout_s or None)
+        response = cast(HTTPResponse, urlopen(request, timeout=timeout_s or None))
     except HTTPError as error:
         error.close()  # the error holds the connection
         raise
-    with opened as response:
+    with response:
         yield response
 
 
@@ -459,69 +511,6 @@ def _length(response: HTTPResponse) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
 
 
-@dataclass(frozen=True)
-class WebFiles:
-    """Files on web servers, named by their paths below the deepest common folder.
-
-    Attributes:
-        files: the files.
-        natural: True to order numbers in file names by value, so that 9 comes before 10.
-    """
-
-    files: tuple[WebFile, ...]
-    natural: bool = False
-
-    @property
-    def location(self) -> str:
-        """The host names of the servers, for display."""
-        return ", ".join(sorted({urlsplit(file.url).netloc for file in self.files}))
-
-    @property
-    def known_bytes(self) -> int | None:
-        """Total size of the files in bytes; None unless every size was given."""
-        sizes = [file.size for file in self.files]
-        return None if None in sizes else sum(size or 0 for size in sizes)
-
-    def sources(self, target: Path | None = None) -> Sources:
-        """Fetch and verify the files.
-
-        Args:
-            target: the directory of the columns, to check the free space of its disk as well.
-
-        Raises:
-            FileNotFoundError, PermissionError, DownloadError, OSError: as in `download`.
-            ValueError: a file is given twice.
-        """
-        paths = fetch_files(self.files, progress=sys.stderr.isatty(), target=target)
-        found = tuple(
-            SourceFile(
-                path,
-                name,
-                path.stat().st_size,
-                file.sha256 or sha256_of(path),
-                is_verified=file.sha256 is not None,
-            )
-            for file, path, name in zip(self.files, paths, self._names(), strict=True)
-        )
-        return Sources(found, self._origin(), self.natural)
-
-    def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Return origin, files and cache; request unknown sizes unless offline."""
-        cache = DownloadCache(default_downloads())
-        sizes = sizes_of(self.files, cache)
-        files = tuple(
-            PlannedFile(name, size, cache.entry(file).is_file())
-            for file, name, size in zip(self.files, self._names(), sizes, strict=True)
-        )
-        return self._origin(), files, cache.root
-
-    def _names(self) -> list[str]:
-        split = [urlsplit(file.url) for file in self.files]
-        paths = [unquote(f"{parts.netloc}{parts.path}") for parts in split]
-        if not paths:
-            return []
-        base = posixpath.commonpath([posixpath.dirname(path) for path in paths] or [""])
-        return [posixpath.relpath(path, base or ".") for path in paths]
-
-    def _origin(self) -> dict[str, Any]:
-        return {"kind": "http", "urls": [file.url for file in self.files]}
+def _first(response: HTTPResponse) -> int | None:
+    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    return int(match[1]) if match else None

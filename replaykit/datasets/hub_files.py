@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from replaykit.datasets.sources import (
-    PlannedFile,
-    SourceFile,
-    Sources,
-    require_room_for_columns,
-    sha256_of,
-)
 from replaykit.datasets.transfers import (
-    Cancelled,
+    BUSY,
     Meter,
     Progress,
     Retry,
-    Subject,
+    Stalled,
     collect,
     difference,
     fetch_all,
+    is_local,
     is_offline,
-    write_note,
+    local_error,
+    seconds_to_wait,
 )
 from replaykit.declared import Count, decode_state, encode_state
 from replaykit.errors import DownloadError
@@ -43,22 +34,13 @@ _LOGIN = "log in (`hf auth login`, or set HF_TOKEN)"
 
 
 @dataclass(frozen=True)
-class HubSubject(Subject):
-    """A request to a Hub."""
+class Subject:
+    """A request to a Hub. Its text is used in error messages."""
 
     repo_id: str
     revision: str
     endpoint: str
     path: str | None = None
-
-    again = "call again, complete files are kept"
-    cache = "HF_HUB_CACHE"
-    login = f": {_LOGIN}"
-    limits = ", or raise HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT"
-    settings = "HF_ENDPOINT"
-    # If one thread cannot connect, the client closes the session that all threads share. The other
-    # threads then get these errors.
-    unreachable = (AttributeError, RuntimeError)
 
     @property
     def repository(self) -> str:
@@ -68,30 +50,31 @@ class HubSubject(Subject):
         what = f"file {self.path!r} of " if self.path is not None else "the listing of "
         return f"{what}{self.repository}, revision {self.revision}"
 
-    def special(self, error: Exception) -> Exception | None:
-        """Return the exception for an error of the client after which no attempt helps."""
+    def is_transient(self, error: Exception) -> bool:
+        """Return whether a repeated call may succeed."""
         from huggingface_hub import errors as hub
 
-        refused = self.refusal(error)
-        if refused is not None:
-            return refused
-        if isinstance(error, (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError)):
-            return offline_error(self)
-        if isinstance(error, hub.EntryNotFoundError):
-            return FileNotFoundError(
-                f"there is no {self}, although it was listed: the repository has been rewritten; "
-                "list it again, or ask its owner"
-            )
-        # An answer is not JSON, such as a web page, or lacks fields.
-        if isinstance(error, (hub.FileMetadataError, ValueError, KeyError, TypeError)):
-            return DownloadError(
-                f"could not fetch {self}: the answer is not that of a Hub; check HF_ENDPOINT and "
-                f"any proxy ({type(error).__name__}: {error})"
-            )
-        return None
+        error = _unwrapped(error)
+        if isinstance(error, hub.HfHubHTTPError):
+            return _status(error) in BUSY
+        lasting = (
+            Stalled,
+            hub.FileMetadataError,
+            hub.LocalEntryNotFoundError,
+            hub.OfflineModeIsEnabled,
+        )
+        return not (isinstance(error, lasting) or _is_strange_answer(error) or is_local(error))
+
+    def retry_after_s(self, error: Exception) -> float | None:
+        """Return the wait in seconds that the server requests, or None."""
+        response = getattr(error, "response", None)
+        return seconds_to_wait(getattr(response, "headers", None) or {})
 
     def refusal(self, error: Exception) -> Exception | None:
-        """Return the exception for a missing repository or revision, or for refused access."""
+        """Return the exception for an error, or None.
+
+        The result is None if no repository or revision is missing, and access is not refused.
+        """
         from huggingface_hub import errors as hub
 
         where = self.repository
@@ -112,13 +95,82 @@ class HubSubject(Subject):
             )
         return None
 
+    def explain(self, error: Exception) -> Exception:
+        """Return the exception to raise for an error of the client."""
+        from huggingface_hub import errors as hub
 
-def offline_error(subject: HubSubject) -> FileNotFoundError:
+        error = _unwrapped(error)
+        refused = self.refusal(error)
+        if refused is not None:
+            return refused
+        status = _status(error)
+        if isinstance(error, (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError)):
+            return offline_error(self)
+        if isinstance(error, hub.EntryNotFoundError):
+            return FileNotFoundError(
+                f"there is no {self}, although it was listed: the repository has been rewritten; "
+                "list it again, or ask its owner"
+            )
+        if status in (401, 403):
+            return PermissionError(f"access to {self} was refused (HTTP {status}): {_LOGIN}")
+        if is_local(error):
+            return local_error(error, self, "set HF_HUB_CACHE to a directory that can take it")
+        return DownloadError(f"could not fetch {self}: {self._reason(error, status)}")
+
+    def _reason(self, error: Exception, status: int | None) -> str:
+        from huggingface_hub import errors as hub
+
+        said = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
+        if status is not None:
+            asked_s = self.retry_after_s(error)
+            later = "later" if asked_s is None else f"in {asked_s:.0f} s"
+            return f"the server answered HTTP {status}; try again {later}"
+        if isinstance(error, Stalled) or _is_kind(error, "Timeout"):
+            return (
+                "no answer in time; check the connection, or raise HF_HUB_DOWNLOAD_TIMEOUT and "
+                f"HF_HUB_ETAG_TIMEOUT ({said})"
+            )
+        # If one thread cannot connect, the client closes the session that all threads share. The
+        # other threads then get these errors.
+        collateral = isinstance(error, (AttributeError, RuntimeError))
+        if collateral or _is_kind(error, "ConnectError", "ConnectionRefusedError"):
+            return f"the server cannot be reached; check the connection and HF_ENDPOINT ({said})"
+        if isinstance(error, hub.FileMetadataError) or _is_strange_answer(error):
+            return f"the answer is not that of a Hub; check HF_ENDPOINT and any proxy ({said})"
+        return f"the transfer broke off; call again, complete files are kept ({said})"
+
+
+def offline_error(subject: Subject) -> FileNotFoundError:
     """Return the error for a request that offline mode forbids."""
     return FileNotFoundError(
         f"cannot fetch {subject}: offline mode forbids every request; unset HF_HUB_OFFLINE and "
         "start again with a network, or use data that has been fetched before"
     )
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """Return the cause if an error only states that a file cannot be located."""
+    from huggingface_hub import errors as hub
+
+    cause = error.__cause__
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(cause, Exception):
+        return cause
+    return error
+
+
+def _is_strange_answer(error: Exception) -> bool:
+    """Return whether an answer was not JSON, such as a web page, or lacked fields."""
+    return isinstance(error, (ValueError, KeyError, TypeError))
+
+
+def _is_kind(error: Exception, *names: str) -> bool:
+    # Compared by name, because the client's HTTP library depends on its version.
+    return any(name in kind.__name__ for kind in type(error).__mro__ for name in names)
+
+
+def _status(error: Exception) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -171,6 +223,11 @@ class HubFile:
                 raise ValueError(
                     f"{name} of {self.path!r}: expected lower-case hexadecimal, got {value!r}"
                 )
+
+    @property
+    def etag(self) -> str | None:
+        """The name of the content on the Hub and in the client's cache."""
+        return self.sha256 or self.blob_id
 
 
 @dataclass(frozen=True)
@@ -272,7 +329,7 @@ def missing_bytes(listing: HubListing, files: Iterable[HubFile]) -> int:
     for file in files:
         path = entry(listing, file)
         if not path.is_file() or path.stat().st_size != file.size:
-            sizes[file.sha256 or file.blob_id or file.path] = file.size
+            sizes[file.etag or file.path] = file.size
     return sum(sizes.values())
 
 
@@ -280,7 +337,7 @@ def list_files(
     repo_id: str,
     *,
     directory: str,
-    suffix: str | tuple[str, ...],
+    suffix: str,
     revision: str = "main",
     token: str | None = None,
     retry: Retry = Retry(),  # noqa: B008 - frozen
@@ -294,8 +351,7 @@ def list_files(
     Args:
         repo_id: ``owner/name``.
         directory: the directory of the files, at any depth; ``""`` for the whole repository.
-        suffix: the end of the file names, such as ``".h5"``, or all their possible ends; ``""``
-            for all files.
+        suffix: the end of the file names, such as ``".h5"``; ``""`` for all files.
         revision: a branch, a tag, or a full or abbreviated commit id.
         token: for repositories that are not public; by default the client's token.
         retry: the attempts and waits after failures of a server.
@@ -311,7 +367,7 @@ def list_files(
     files of the repository.
     """
     check_repo_id(repo_id)
-    subject = HubSubject(repo_id, revision, endpoint())
+    subject = Subject(repo_id, revision, endpoint())
     if is_offline():
         raise offline_error(subject)
     from huggingface_hub import HfApi
@@ -328,21 +384,21 @@ def list_files(
 
     commit = revision if is_commit(revision) else retry.run(resolve, subject, never)
 
-    def tree() -> HubListing:
+    def tree() -> list[HubFile]:
         pages = partial(
             api.list_repo_tree, repo_id, recursive=True, revision=commit, repo_type="dataset"
         )
         # Directories have no size.
         entries = [entry for entry in collect(pages, retry.stall_s) if hasattr(entry, "size")]
-        entries.sort(key=lambda entry: entry.path)
-        return HubListing(repo_id, commit, subject.endpoint, tuple(map(_hub_file, entries)))
+        return [_hub_file(entry) for entry in entries]
 
-    listed = retry.run(tree, HubSubject(repo_id, commit, subject.endpoint), never)
+    listed = retry.run(tree, Subject(repo_id, commit, subject.endpoint), never)
     below = directory.strip("/") + "/" if directory.strip("/") else ""
-    chosen = [f for f in listed.files if f.path.startswith(below) and f.path.endswith(suffix)]
+    chosen = [f for f in listed if f.path.startswith(below) and f.path.endswith(suffix)]
     if not chosen:
-        raise FileNotFoundError(_nothing_there(subject, commit, below, suffix, listed.files))
-    return replace(listed, files=tuple(chosen))
+        raise FileNotFoundError(_nothing_there(subject, commit, below, suffix, listed))
+    chosen.sort(key=lambda file: file.path)
+    return HubListing(repo_id, commit, subject.endpoint, tuple(chosen))
 
 
 def fetch(
@@ -380,108 +436,66 @@ def fetch(
     Cost: every file is read once for its hash. ``max_workers`` files are read at once. Memory: the
     blocks of 10 MiB of the client per worker.
     """
+    if max_workers < 1:
+        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
+    hub = endpoint()
     if not is_offline():
         _require_room(listing)
-    fetcher = HubFetcher(listing, endpoint(), token)
+
+    def problem(file: HubFile) -> str | None:
+        try:
+            return difference(entry(listing, file), file.size, file.sha256, file.blob_id)
+        except FileNotFoundError:
+            return "not in the cache"
+
+    def subject(file: HubFile) -> Subject:
+        return Subject(listing.repo_id, listing.commit, hub, file.path)
+
+    def receive(file: HubFile, meter: Meter) -> str | None:
+        def download() -> None:
+            # Another process may have completed the file since the last attempt.
+            is_damaged = entry(listing, file).exists() and problem(file) is not None
+            _download(listing, hub, file, meter, token, is_damaged)
+
+        retry.run(download, subject(file), meter.cancel)
+        return problem(file)
+
     fetch_all(
-        fetcher,
-        {file: file.size for file in listing.files},
+        listing.files,
+        problem=problem,
+        receive=receive,
+        name=subject,
         title=f"Downloading {listing.repo_id}",
         cache=f"{cache_root()} for {listing.repo_id!r} at commit {listing.commit}",
         remedy=f", or fill that cache with hf download {listing.repo_id} --repo-type dataset "
         f"--revision {listing.commit}",
         progress=progress,
         max_workers=max_workers,
-        retry=retry,
     )
-    return [fetcher.entry(file) for file in listing.files]
+    return [entry(listing, file) for file in listing.files]
 
 
-@dataclass(frozen=True)
-class HubFetcher:
-    """Fetches the files of a listing with the Hub's client, into the client's cache."""
+def _download(
+    listing: HubListing, hub: str, file: HubFile, meter: Meter, token: str | None, is_damaged: bool
+) -> None:
+    """Fetch a file into the client's cache, and replace a damaged one."""
+    import huggingface_hub
 
-    listing: HubListing
-    endpoint: str
-    token: str | None
-
-    def entry(self, file: HubFile) -> Path:
-        """Return the path of a file in the cache, whether it exists or not."""
-        return entry(self.listing, file)
-
-    def problem(self, file: HubFile) -> str | None:
-        """Return the problem of a cached file, or None if it is verified."""
-        try:
-            return difference(self.entry(file), file.size, file.sha256, file.blob_id)
-        except FileNotFoundError:
-            return "not in the cache"
-
-    def subject(self, file: HubFile) -> HubSubject:
-        """Return the request for a file."""
-        return HubSubject(self.listing.repo_id, self.listing.commit, self.endpoint, file.path)
-
-    def receive(self, file: HubFile, meter: Meter) -> str | None:
-        """Fetch a file, or replace a damaged one; return the problem of its bytes, or None."""
-        import huggingface_hub
-
-        # Another process may have completed the file since the last attempt.
-        is_damaged = self.entry(file).exists() and self.problem(file) is not None
-        if is_damaged:  # without links, the client would keep an entry that exists
-            self.entry(file).unlink(missing_ok=True)
-        meter.begin(file)
-        huggingface_hub.hf_hub_download(
-            repo_id=self.listing.repo_id,
-            filename=file.path,
-            repo_type="dataset",
-            revision=self.listing.commit,
-            cache_dir=cache_root(),
-            endpoint=self.endpoint,
-            etag_timeout=_etag_timeout_s(),
-            token=self.token,
-            force_download=is_damaged,
-            tqdm_class=_bar_class(file, meter),
-        )
-        return self.problem(file)
-
-
-# A download that receives more than this many copies and bytes would restart forever.
-_MOST_COPIES: Final = 6
-_MOST_EXTRA: Final = 64 << 20
-
-
-def _bar_class(file: HubFile, meter: Meter) -> type[Any]:
-    """Return a progress bar class for the client that counts and shows nothing.
-
-    Its ``update`` is the only place that can cancel a running download.
-    """
-    from tqdm import tqdm
-
-    most = _MOST_COPIES * file.size + _MOST_EXTRA
-
-    class Bar(tqdm):
-        monitor_interval = 0  # no monitor thread
-
-        def __init__(self, *args: object, total: float | None = None, **kwargs: object) -> None:
-            super().__init__(disable=True, total=total)
-            self.gross = 0
-
-        def update(self, n: float | None = 1) -> bool | None:
-            if meter.cancel.is_set():
-                raise Cancelled
-            step = int(n or 0)
-            self.n += step
-            self.gross += max(0, step)
-            if self.gross > most:
-                raise ConnectionError(
-                    f"received {self.gross:,} bytes of a file of {file.size:,} and no end"
-                )
-            meter.add(file, step)
-            return None
-
-        def update_transfer(self, n: float) -> None:
-            """Ignore the bytes on the wire, which may be fewer than the bytes of the file."""
-
-    return Bar
+    meter.begin(file)
+    if is_damaged:  # without links, the client would keep an entry that exists
+        entry(listing, file).unlink(missing_ok=True)
+    huggingface_hub.hf_hub_download(
+        repo_id=listing.repo_id,
+        filename=file.path,
+        repo_type="dataset",
+        revision=listing.commit,
+        cache_dir=cache_root(),
+        endpoint=hub,
+        etag_timeout=_etag_timeout_s(),
+        token=token,
+        force_download=is_damaged,
+        tqdm_class=meter.bar_class(file),
+    )
 
 
 def _require_room(listing: HubListing) -> None:
@@ -507,135 +521,13 @@ def _hub_file(entry: Any) -> HubFile:
 
 
 def _nothing_there(
-    subject: HubSubject,
-    commit: str,
-    below: str,
-    suffix: str | tuple[str, ...],
-    listed: tuple[HubFile, ...],
+    subject: Subject, commit: str, below: str, suffix: str, listed: list[HubFile]
 ) -> str:
     paths = [file.path for file in listed if file.path.endswith(suffix)]
-    ends = " or ".join(f"*{end}" for end in ((suffix,) if isinstance(suffix, str) else suffix))
     others = sorted({path.rpartition("/")[0] or "." for path in paths})
     shown = ", ".join(repr(path) for path in others[:_NAMED_DIRECTORIES]) or "none"
     more = ", ..." if len(others) > _NAMED_DIRECTORIES else ""
     return (
-        f"no file {ends} below directory {below or '.'!r} in {subject.repository}, commit "
+        f"no file *{suffix} below directory {below or '.'!r} in {subject.repository}, commit "
         f"{commit}; directories that hold such files: {shown}{more}"
     )
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """The files below a directory of a dataset repository.
-
-    Attributes:
-        repo_id: ``owner/name``.
-        directory: the directory of the files.
-        suffix: the end of the file names, or all their possible ends.
-        descriptions: the ends of the names of further files, which describe the files and are
-            fetched with them.
-        natural: True to order numbers in file names by value, so that 9 comes before 10.
-    """
-
-    repo_id: str
-    directory: str
-    suffix: str | tuple[str, ...]
-    descriptions: tuple[str, ...] = ()
-    natural: bool = False
-
-    @classmethod
-    def of_id(cls, dataset_id: str, suffix: str | tuple[str, ...]) -> HubFiles:
-        """Return the files of the repository that an id ``owner/name`` names.
-
-        Raises:
-            FileNotFoundError: the id has another form.
-        """
-        if len(dataset_id.split("/")) != 2:
-            raise FileNotFoundError(
-                f"{dataset_id!r} names no repository: expected owner/name, or local files with "
-                "source="
-            )
-        return cls(dataset_id, "", suffix, natural=True)
-
-    @property
-    def location(self) -> str:
-        """The repository, for display."""
-        return f"the Hub, {self.repo_id}"
-
-    @property
-    def known_bytes(self) -> int | None:
-        """None, because only a request to the repository gives the sizes."""
-        return None
-
-    def sources(self, target: Path | None = None) -> Sources:
-        """List, fetch and verify the files.
-
-        After the fetch, the listing is stored in the client's cache. In offline mode, the last
-        stored listing names the files.
-
-        Args:
-            target: the directory of the columns. The free space of its disk is checked as well.
-
-        Raises:
-            FileNotFoundError, PermissionError, DownloadError, OSError, ImportError: as in
-                `list_files` and `fetch`.
-        """
-        listing = self._listing()
-        if target is not None and not is_offline():
-            missing = missing_bytes(listing, listing.files)
-            require_room_for_columns(cache_root(), missing, target, listing.nbytes)
-        paths = fetch(listing, progress=sys.stderr.isatty())
-        _remember(listing, self.directory, self._ends)
-        files = tuple(
-            SourceFile(path, file.path, file.size, file.sha256 or sha256_of(path), is_verified=True)
-            for path, file in zip(paths, listing.files, strict=True)
-            if file.path.endswith(self.suffix)
-        )
-        return Sources(files, _origin(listing), self.natural)
-
-    def listing(self) -> tuple[dict[str, Any], tuple[PlannedFile, ...], Path]:
-        """Return origin, files and cache from one listing, without fetching files."""
-        listing = self._listing()
-        files = tuple(
-            PlannedFile(file.path, file.size, not missing_bytes(listing, [file]))
-            for file in listing.files
-        )
-        return _origin(listing), files, cache_root()
-
-    @property
-    def _ends(self) -> tuple[str, ...]:
-        suffixes = (self.suffix,) if isinstance(self.suffix, str) else self.suffix
-        return (*suffixes, *self.descriptions)
-
-    def _listing(self) -> HubListing:
-        known = _recall(self.repo_id, self.directory, self._ends) if is_offline() else None
-        return known or list_files(self.repo_id, directory=self.directory, suffix=self._ends)
-
-
-def _origin(listing: HubListing) -> dict[str, Any]:
-    return {
-        "kind": "hub",
-        "repository": listing.repo_id,
-        "commit": listing.commit,
-        "endpoint": listing.endpoint,
-    }
-
-
-def _memory(repo_id: str, directory: str, ends: tuple[str, ...]) -> Path:
-    """Return the path of a stored listing, in the cache of the files."""
-    name = hashlib.sha256(f"{directory}\0{''.join(ends)}".encode()).hexdigest()[:16]
-    return repository_folder(repo_id) / "replaykit" / f"{name}.json"
-
-
-def _recall(repo_id: str, directory: str, ends: tuple[str, ...]) -> HubListing | None:
-    try:
-        text = _memory(repo_id, directory, ends).read_text(encoding="utf-8")
-        return HubListing.from_json(json.loads(text))
-    except (OSError, ValueError):
-        return None
-
-
-def _remember(listing: HubListing, directory: str, ends: tuple[str, ...]) -> None:
-    """Store a listing after all its files have been fetched."""
-    with suppress(OSError):  # a cache that cannot be written is usable without the listing
-        write_note(_memory(listing.repo_id, directory, ends), json.dumps(listing.to_json()))

@@ -20,7 +20,7 @@ from replaykit.datasets.dataset_manifest import (
 from replaykit.datasets.hub_files import (
     HubFile,
     HubListing,
-    HubSubject,
+    Subject,
     cache_root,
     check_repo_id,
     endpoint,
@@ -215,7 +215,7 @@ def push(
     published = open_published(path)
     licence = _licence(published.manifest, license)
     verify_published(path)
-    subject = HubSubject(repo_id, revision or "main", endpoint())
+    subject = Subject(repo_id, revision or "main", endpoint())
     if is_offline():
         raise offline_error(subject)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -284,7 +284,7 @@ def _licence(manifest: Manifest, given: str | None) -> str:
 
 
 @contextmanager
-def _upload_errors(subject: HubSubject) -> Iterator[None]:
+def _upload_errors(subject: Subject) -> Iterator[None]:
     """Convert errors of the client into the errors of `push`."""
     try:
         yield
@@ -293,7 +293,7 @@ def _upload_errors(subject: HubSubject) -> Iterator[None]:
         raise _explained(subject, error) from error
 
 
-def _explained(subject: HubSubject, error: Exception) -> Exception:
+def _explained(subject: Subject, error: Exception) -> Exception:
     response = getattr(error, "response", None)
     if response is None:
         response = getattr(error.__cause__, "response", None)
@@ -389,7 +389,7 @@ def pull(
     if is_offline():
         commit = commit or _recall(folder, wanted)
         if commit is None or not (folder / commit).exists():
-            raise offline_error(HubSubject(repo_id, wanted, endpoint()))
+            raise offline_error(Subject(repo_id, wanted, endpoint()))
     elif commit is None or not (folder / commit).exists():
         listing = list_files(repo_id, directory="", suffix="", revision=wanted, **options)
         commit = listing.commit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +17,10 @@ from tensordict import TensorDict
 
 from replaykit.datasets.column_files import ATTACHED, GROUP_FILE, read_groups
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, crc32_of_file
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import (
     disk_errors,
     exchange,
-    make_directory,
     map_private,
     private_path,
     remove_tree,
@@ -38,44 +37,6 @@ UNFINISHED_NAME: Final = "unfinished"
 
 _NAMES: Final = frozenset({META, HELD_BACK, UNFINISHED_NAME, MANIFEST_NAME, GROUP_FILE})
 _COLUMN: Final = ".memmap"
-_LOGGER: Final = logging.getLogger("replaykit")
-
-
-@contextmanager
-def target_lock(target: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Hold the lock of a target while the block runs, and yield True.
-
-    The lock is a file next to the target. The kernel unlocks it when its holder dies, so a dead
-    process never blocks another process. The lock file is never removed. Otherwise, two waiting
-    processes could lock two different files of the same name. If the function has to wait, it logs
-    one line.
-
-    Args:
-        target: the path to lock.
-        waits: if False, the function does not wait. It yields False if another process holds the
-            lock, or if no lock file can be created, as on a read-only disk.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(target.with_name(f".{target.name}.lock"))
-    try:
-        if waits:
-            make_directory(target.parent)
-        lock.acquire(timeout=0)
-    except (Timeout, OSError) as error:
-        if not waits:
-            yield False
-            return
-        if not isinstance(error, Timeout):
-            raise
-        # Fail if the lock file cannot be created. acquire() would try forever.
-        os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o666))
-        _LOGGER.warning("%s is being prepared by another process; waiting for it", target)
-        lock.acquire()
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 def check_own(path: Path) -> None:

@@ -1,31 +1,30 @@
-"""Downloads in threads: retries, errors, progress, verification and locks."""
+"""Threads, retries, progress, verification and locks for downloads."""
 
 from __future__ import annotations
 
 import email.utils
 import errno
 import hashlib
+import logging
 import os
-import ssl
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import ClassVar, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from replaykit.errors import DownloadError
-from replaykit.filesystem import replace_file
+from replaykit.filesystem import make_directory, replace_file
 
 T = TypeVar("T")
 
-# HTTP statuses after which another attempt may succeed.
-_BUSY: Final = (408, 429, 500, 502, 503, 504)
+BUSY: Final = (408, 429, 500, 502, 503, 504)
+"""HTTP statuses after which another attempt may succeed."""
 
 # Errors of this machine. Another attempt would not help, and the caller needs the errno.
 _LOCAL: Final = {
@@ -50,128 +49,17 @@ class Stalled(TimeoutError):
     """No data has arrived within the time limit."""
 
 
-class Refused(Exception):
-    """An answer of a server after which another attempt would not help.
-
-    The text gives the reason.
-    """
-
-
-class Subject(ABC):
-    """A request to a server. Its text is used in error messages, with this advice to the user.
-
-    Attributes:
-        path: the name of the file, or None for another request.
-        again: the state after a transfer that broke off, and the next step.
-        cache: the environment variable of the cache.
-        settings: the settings to check if the server cannot be reached.
-        limits: the settings of the time limits.
-        login: the way to gain access.
-        unreachable: errors that a library raises if the server cannot be reached.
-    """
-
-    path: str | None
-    again: ClassVar[str]
-    cache: ClassVar[str]
-    settings: ClassVar[str]
-    limits: ClassVar[str] = ""
-    login: ClassVar[str] = ""
-    unreachable: ClassVar[tuple[type[Exception], ...]] = ()
-
-    @abstractmethod
-    def special(self, error: Exception) -> Exception | None:
-        """Return the exception for an error that only this kind of server has, or None.
-
-        Another attempt does not help after such an error.
-        """
+class Requested(Protocol):
+    """A request to a server, with methods that explain its errors."""
 
     def is_transient(self, error: Exception) -> bool:
         """Return whether a repeated call may succeed."""
-        cause = cause_of(error)
-        status = status_of(cause)
-        if status is not None:
-            return status in _BUSY
-        # ValueError includes invalid certificates.
-        kinds = (Refused, Stalled, ValueError, KeyError, TypeError)
-        lasting = isinstance(cause, kinds) or is_local(cause)
-        return not lasting and self.special(cause) is None
 
     def retry_after_s(self, error: Exception) -> float | None:
-        """Return the wait of a ``Retry-After`` header, in seconds, or None.
-
-        The header may contain a date.
-        """
-        cause = cause_of(error)
-        headers = getattr(getattr(cause, "response", cause), "headers", None) or {}
-        value = str(headers.get("Retry-After", "")).strip()
-        if value.isdigit():
-            return float(value)
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-        except ValueError:
-            return None
+        """Return the wait in seconds that the server requests, or None."""
 
     def explain(self, error: Exception) -> Exception:
         """Return the exception to raise, whose message has the failure and the remedy."""
-        cause = cause_of(error)
-        special = self.special(cause)
-        if special is not None:
-            return special
-        status = status_of(cause)
-        if status in (401, 403):
-            return PermissionError(f"access to {self} was refused (HTTP {status}){self.login}")
-        if isinstance(cause, OSError) and is_local(cause):
-            remedy = f"free some space, or set {self.cache} to a directory that can take it"
-            if cause.errno in (errno.EMFILE, errno.ENFILE):
-                remedy = "close some, or raise the limit (`ulimit -n`)"
-            said = f"could not store {self}: {cause.strerror}; {remedy}"
-            return OSError(cause.errno, said, cause.filename)
-        return DownloadError(f"could not fetch {self}: {self._reason(error, cause)}")
-
-    def _reason(self, error: Exception, cause: Exception) -> str:
-        status = status_of(cause)
-        if isinstance(cause, Refused):
-            return str(cause)
-        if status is not None:
-            asked_s = self.retry_after_s(error)
-            later = "later" if asked_s is None else f"in {asked_s:.0f} s"
-            return f"the server answered HTTP {status}; try again {later}"
-        said = f"{type(cause).__name__}: {str(cause).strip() or 'no details'}"
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"its certificate is not valid ({said})"
-        lost = _is_kind(error, "URLError") or _is_kind(cause, "ConnectError", "ConnectionRefused")
-        if lost or isinstance(cause, self.unreachable):
-            return (
-                f"the server cannot be reached; check the connection and {self.settings} ({said})"
-            )
-        if _is_kind(cause, "Timeout"):
-            return f"no answer in time; check the connection{self.limits} ({said})"
-        return f"the transfer broke off; {self.again} ({said})"
-
-
-def cause_of(error: Exception) -> Exception:
-    """Return the cause of an error that only states that a request failed."""
-    cause: object = getattr(error, "reason", None)
-    if _is_kind(error, "LocalEntryNotFoundError"):
-        cause = error.__cause__
-    return cause if isinstance(cause, Exception) else error
-
-
-def status_of(error: Exception) -> int | None:
-    """Return the HTTP status of the answer that an error describes, or None."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", getattr(error, "code", None))
-    return status if isinstance(status, int) else None
-
-
-def is_local(error: Exception) -> bool:
-    """Return whether an error comes from this machine, not from the server."""
-    return isinstance(error, OSError) and error.errno in _LOCAL
-
-
-def _is_kind(error: Exception, *names: str) -> bool:
-    # Compared by name, because the HTTP library of the Hub's client depends on its version.
-    return any(name in kind.__name__ for kind in type(error).__mro__ for name in names)
 
 
 @dataclass(frozen=True)
@@ -208,7 +96,7 @@ class Retry:
         if min(self.first_wait_s, self.longest_wait_s, self.stall_s) < 0:
             raise ValueError(f"expected waits >= 0, got {self}")
 
-    def run(self, call: Callable[[], T], subject: Subject, cancel: Event) -> T:
+    def run(self, call: Callable[[], T], subject: Requested, cancel: Event) -> T:
         """Return the result of ``call``, or raise the explained error after all attempts."""
         wait_s = self.first_wait_s
         for left in reversed(range(self.attempts)):
@@ -229,9 +117,51 @@ class Retry:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+def seconds_to_wait(headers: Mapping[str, Any]) -> float | None:
+    """Return the wait of a ``Retry-After`` header, in seconds, or None.
+
+    The header may contain a date.
+    """
+    value = str(headers.get("Retry-After", "")).strip()
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def is_local(error: Exception) -> bool:
+    """Return whether an error comes from this machine, not from the server."""
+    return isinstance(error, OSError) and error.errno in _LOCAL
+
+
+def local_error(error: Exception, subject: object, where: str) -> OSError:
+    """Return the error for a file that could not be stored. ``where`` is the remedy."""
+    assert isinstance(error, OSError)
+    remedy = f"free some space, or {where}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "close some, or raise the limit (`ulimit -n`)"
+    said = f"could not store {subject}: {error.strerror}; {remedy}"
+    return OSError(error.errno, said, error.filename)
+
+
 _NAME = "replaykit-transfer"
 _GRACE_S = 1.0
 _POLL_S = 0.02
+# A download that receives more than this many copies and bytes would restart forever.
+_MOST_COPIES = 6
+_MOST_EXTRA = 64 << 20
+
+
+class Received(Protocol):
+    """A hashable file to receive, with a name and a size."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -253,8 +183,6 @@ def run_all(
     and is raised within a second. The threads are daemons. So a job that sleeps or hangs blocks
     neither the caller nor the exit of the process.
     """
-    if max_workers < 1:
-        raise ValueError(f"max_workers: expected at least 1, got {max_workers}")
     waiting = deque(enumerate(jobs))
     ended = threading.Semaphore(0)
     results: dict[int, T] = {}
@@ -343,25 +271,25 @@ class Meter:
         self.cancel = cancel
         self._total = files_total, bytes_total
         self._notify = notify
-        self._received: dict[Hashable, int] = {}
-        self._done: set[Hashable] = set()
+        self._received: dict[Received, int] = {}
+        self._done: set[Received] = set()
         self._lock = threading.Lock()
 
-    def add(self, file: Hashable, nbytes: int) -> None:
+    def add(self, file: Received, nbytes: int) -> None:
         """Count received bytes of a file; a negative count takes bytes back."""
         with self._lock:
             self._received[file] = self._received.get(file, 0) + nbytes
             self._report_locked()
 
-    def begin(self, file: Hashable) -> None:
+    def begin(self, file: Received) -> None:
         """Reset the count of a file's bytes to zero, for a new attempt."""
         with self._lock:
             self._received[file] = 0
 
-    def finish(self, file: Hashable, nbytes: int) -> None:
-        """Count a file of ``nbytes`` bytes as done, whether it was received or cached."""
+    def finish(self, file: Received) -> None:
+        """Count a file as done, whether it was received or cached."""
         with self._lock:
-            self._received[file] = nbytes
+            self._received[file] = file.size
             self._done.add(file)
             self._report_locked()
 
@@ -378,80 +306,97 @@ class Meter:
             self.cancel.set()
             raise Cancelled from error
 
+    def bar_class(self, file: Received) -> type[Any]:
+        """Return a progress bar class for the client that counts and shows nothing.
 
-F = TypeVar("F", bound=Hashable)
-F_contra = TypeVar("F_contra", bound=Hashable, contravariant=True)
+        Its ``update`` is the only place that can cancel a running download.
+        """
+        from tqdm import tqdm
+
+        meter, most = self, _MOST_COPIES * file.size + _MOST_EXTRA
+
+        class Bar(tqdm):
+            monitor_interval = 0  # no monitor thread
+
+            def __init__(self, *args: object, total: float | None = None, **kwargs: object) -> None:
+                super().__init__(disable=True, total=total)
+                self.gross = 0
+
+            def update(self, n: float | None = 1) -> bool | None:
+                if meter.cancel.is_set():
+                    raise Cancelled
+                step = int(n or 0)
+                self.n += step
+                self.gross += max(0, step)
+                if self.gross > most:
+                    raise ConnectionError(
+                        f"received {self.gross:,} bytes of a file of {file.size:,} and no end"
+                    )
+                meter.add(file, step)
+                return None
+
+            def update_transfer(self, n: float) -> None:
+                """Ignore the bytes on the wire, which may be fewer than the bytes of the file."""
+
+        return Bar
 
 
-class Fetcher(Protocol[F_contra]):
-    """A cache of files, and the way to fetch them from one kind of server."""
-
-    def entry(self, file: F_contra) -> Path:
-        """Return the path of a file in the cache, whether it exists or not."""
-
-    def problem(self, file: F_contra) -> str | None:
-        """Return the problem of a cached file, or None if it is verified."""
-
-    def subject(self, file: F_contra) -> Subject:
-        """Return the request for a file."""
-
-    def receive(self, file: F_contra, meter: Meter) -> str | None:
-        """Make one attempt to fetch a file; return the problem of its bytes, or None."""
+F = TypeVar("F", bound=Received)
 
 
 def fetch_all(
-    fetcher: Fetcher[F],
-    files: Mapping[F, int],
+    files: Sequence[F],
     *,
+    problem: Callable[[F], str | None],
+    receive: Callable[[F, Meter], str | None],
+    name: Callable[[F], object],
     title: str,
-    cache: object,
+    cache: str,
     remedy: str = "",
     progress: bool | Callable[[Progress], object] = False,
     max_workers: int = 4,
-    retry: Retry = Retry(),
 ) -> None:
     """Verify cached files, and fetch missing or damaged files in threads.
 
     A received file with a problem is fetched once more. In offline mode, nothing is fetched.
 
     Args:
-        fetcher: the cache of the files, and the way to fetch them.
-        files: the files, with their sizes in bytes for the progress, which may be inexact.
+        files: the files.
+        problem: returns the problem of a cached file, or None.
+        receive: fetches a file, and returns the problem of the received bytes, or None.
+        name: returns the text for a file in the error of a failed verification.
         title: text before the progress bar.
         cache: the cache, for error messages.
-        remedy: another way to fill the cache, for the error in offline mode.
+        remedy: text after the remedy of the error in offline mode.
         progress: True shows a bar on stderr. A function is called with a `Progress`.
         max_workers: number of files that are fetched at once.
-        retry: the attempts and waits after failures of a server.
 
     Raises:
-        ValueError: ``max_workers`` is below 1.
-        DownloadError: a file could not be fetched, or failed verification twice.
+        DownloadError: a file failed verification twice.
         FileNotFoundError: files are missing in offline mode. The message names all of them.
 
-    Other errors are explained by the subject of the file. An error in the progress function is
-    raised to the caller.
+    An error in ``receive`` or in the progress function is raised to the caller.
     """
     from tqdm import tqdm
 
     offline, cancel = is_offline(), Event()
 
     def obtain(file: F, meter: Meter) -> str | None:
-        found, subject = fetcher.problem(file), fetcher.subject(file)
+        found = problem(file)
         for _ in range(0 if found is None or offline else 2):
-            found = retry.run(partial(fetcher.receive, file, meter), subject, cancel)
+            found = receive(file, meter)
             if found is None:
                 break
         if found is None:
-            meter.finish(file, fetcher.entry(file).stat().st_size)
+            meter.finish(file)
         elif not offline:
             raise DownloadError(
-                f"{subject} does not verify: {found}; call again: if the error persists, the file "
-                "has changed, or a proxy alters it"
+                f"{name(file)} does not verify: {found}; call again: if the error persists, the "
+                "file has changed, or a proxy alters it"
             )
         return found
 
-    nbytes = sum(files.values())
+    nbytes = sum(file.size for file in files)
     shown = progress is True
     with tqdm(total=nbytes, unit="B", unit_scale=True, desc=title, disable=not shown) as bar:
 
@@ -469,15 +414,15 @@ def fetch_all(
                 raise meter.failure from None
             raise
     missing = [
-        f"  {fetcher.subject(file).path}: {found}"
+        f"  {file.path}: {found}"
         for file, found in zip(files, problems, strict=True)
         if found is not None
     ]
     if missing:
         lines = "\n".join(missing)
         raise FileNotFoundError(
-            f"offline mode, and {len(missing)} of {len(files)} files cannot be used from "
-            f"{cache}:\n{lines}\nCall again with a network and without HF_HUB_OFFLINE{remedy}"
+            f"offline mode, and {len(missing)} of {len(files)} files cannot be used from {cache}:\n"
+            f"{lines}\nCall again with a network and without HF_HUB_OFFLINE{remedy}"
         )
 
 
@@ -495,6 +440,46 @@ def progress_bar(title: str, nbytes: int, shown: bool | None) -> Iterator[Callab
     disable = None if shown is None else not shown
     with tqdm(total=nbytes, desc=title, unit="B", unit_scale=True, disable=disable) as bar:
         yield bar.update
+
+
+_LOGGER = logging.getLogger("replaykit")
+
+
+@contextmanager
+def target_lock(target: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold the lock of a target while the block runs, and yield True.
+
+    The lock is a file next to the target. The kernel unlocks it when its holder dies, so a dead
+    process never blocks another process. The lock file is never removed. Otherwise, two waiting
+    processes could lock two different files of the same name. If the function has to wait, it logs
+    one line.
+
+    Args:
+        target: the path to lock.
+        waits: if False, the function does not wait. It yields False if another process holds the
+            lock, or if no lock file can be created, as on a read-only disk.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        if waits:
+            make_directory(target.parent)
+        lock.acquire(timeout=0)
+    except (Timeout, OSError) as error:
+        if not waits:
+            yield False
+            return
+        if not isinstance(error, Timeout):
+            raise
+        # Fail if the lock file cannot be created. acquire() would try forever.
+        os.close(os.open(lock.lock_file, os.O_RDWR | os.O_CREAT, 0o666))
+        _LOGGER.warning("%s is being prepared by another process; waiting for it", target)
+        lock.acquire()
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 _STEP_S: Final = 0.1

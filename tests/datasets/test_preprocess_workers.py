@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from replaykit import TensorStorage
 from replaykit.datasets import dataset_passes
 from replaykit.datasets.dataset_passes import preprocess_rows
-from replaykit.datasets.publishing import target_lock
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, siblings
 
 HERE = os.getpid()

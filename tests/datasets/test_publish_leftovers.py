@@ -17,8 +17,9 @@ from tensordict import TensorDict
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publishing import open_published, target_lock, verify_published
+from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.datasets.sources import Sources
+from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, reserve, siblings
 from tests.datasets.trials import convert, names, never
 from tests.prepared import python

@@ -25,8 +25,8 @@ from replaykit.datasets.engine.fields import ARRIVALS, STEPS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.layout import DropLeaves, Layout, SourceWindow
 from replaykit.datasets.engine.locations import Location
-from replaykit.datasets.http_files import WebFile, WebFiles
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.http_files import WebFile
+from replaykit.datasets.remote_sources import HubFiles, WebFiles
 from replaykit.keywords import Replaced
 
 Marks = npt.NDArray[np.bool_]

@@ -51,8 +51,8 @@ from replaykit.datasets.families.lerobot_files import (
     read_set,
     values_of,
 )
-from replaykit.datasets.hub_files import HubFiles
 from replaykit.datasets.publishing import replace_path
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import SourceFile, Sources, files_below
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path, remove_tree

@@ -31,7 +31,7 @@ from replaykit.datasets.engine.table_sources import (
     episode_blocks,
 )
 from replaykit.datasets.families.lerobot_files import Feature, arrow, file_errors, values_of
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.keywords import Replaced

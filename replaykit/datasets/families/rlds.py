@@ -36,7 +36,7 @@ from replaykit.datasets.engine.table_sources import (
     TableSource,
     episode_blocks,
 )
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import TERMINATED, TRUNCATED, Key

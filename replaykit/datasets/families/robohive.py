@@ -41,7 +41,7 @@ from replaykit.datasets.engine.layout import (
     SourceWindow,
 )
 from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.declared import check_fields
 
 _TRIALS: Final = Groups("Trial", noun="trial")

@@ -38,8 +38,8 @@ from replaykit.datasets.engine.layout import (
     read_sidecar,
 )
 from replaykit.datasets.engine.locations import Location, RuleFindings
-from replaykit.datasets.http_files import WebFile, WebFiles
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.http_files import WebFile
+from replaykit.datasets.remote_sources import HubFiles, WebFiles
 
 _FIRST_RELEASE: Final = "http://downloads.cs.stanford.edu/downloads/rt_benchmark"
 _FIRST: Final = "v0.1/"

@@ -28,7 +28,7 @@ from replaykit.datasets.engine.table_sources import (
     TableLayout,
     TableSource,
 )
-from replaykit.datasets.hub_files import HubFiles
+from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import TERMINATED, TRUNCATED, Key, format_key
