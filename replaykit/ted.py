@@ -50,7 +50,7 @@ EPISODE_KEYS: Final[tuple[Key, ...]] = (("collector", "traj_ids"), ("episode",),
 """Id columns. A change of any of these ids ends an episode."""
 
 RETURN_VALID: Final[Key] = ("return_valid",)
-"""Whether a row has its discounted return; see ``ReturnToGo``."""
+"""The key of a flag: the row has its discounted return. See ``ReturnToGo``."""
 
 RESERVED_KEYS: Final[frozenset[str]] = frozenset({"index", "index_generation"})
 """Root keys of samples. They are ignored on write, added on read and never stored."""

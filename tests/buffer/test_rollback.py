@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    Coverage,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
@@ -327,3 +328,31 @@ def test_draws_of_members_return_to_their_passes() -> None:
     ahead.load_state_dict(state)
     assert ahead.sample()["id"].equal(batch["id"])
     ahead.shutdown()
+
+
+@pytest.mark.parametrize("size", [None, 6])
+def test_failed_draws_of_episodes_are_undone_by_a_save(size: int | None) -> None:
+    """A Coverage does not count them, and round robin slices begin with their first episode."""
+    for sampler in (Coverage(1.0), "round_robin"):
+        options = {"draw": sampler} if sampler == "round_robin" else {"measure": sampler}
+        rb = make(lambda options=options: SliceSampler(slice_len=2, **options), None)
+        failing = [True]
+
+        def fails(batch: TensorDict, failing: list[bool] = failing) -> TensorDict:
+            if failing[0]:
+                raise ArithmeticError("on request")
+            return batch
+
+        rb.append_transform(fails)
+        with pytest.raises(ArithmeticError):
+            rb.sample()
+        failing[0] = False
+        if size is not None:
+            rb.sample(size)
+        rb.state_dict()
+        with rb.storage.lock:
+            draws = rb.storage.indexes.data().draws
+        if sampler == "round_robin":
+            assert rb.sample()["episode"].tolist() == [0, 0, 1, 1]
+        else:
+            assert draws.sum() == (size or 0) // 2

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaykit import native
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, StreamEpisodes
 from replaykit.episodes.boundaries import RESTORED, SEVERED, SWITCHED
 from tests.support.refusals import refuses
@@ -289,6 +290,17 @@ def partly_filled() -> StreamEpisodes:
 
 ROWS_OF = (StreamEpisodes.lookup, StreamEpisodes.rows)
 STRICT = CountLaw.strict
+
+
+def _unnumbered_core() -> Any:
+    """Return the core of streams whose lanes have no numbers yet."""
+    streams, codes = StreamEpisodes(4, keys=np.int64), np.zeros((1, 1), np.uint8)
+    columns = native.core.EpisodeColumns([(codes.ctypes.data, 1, 1, 1, False, 4)], [], 1, 1, codes)
+    row = np.zeros(1, np.int64)
+    streams.append_streams(columns, 0, row, row, row)
+    return streams._core
+
+
 REFUSALS: list[tuple[Callable[[StreamEpisodes], Any], type[Exception], str]] = [
     # Rows, elements and windows that are not there: 5 to 9 are stored.
     *[
@@ -334,6 +346,11 @@ REFUSALS: list[tuple[Callable[[StreamEpisodes], Any], type[Exception], str]] = [
     ),
     (lambda r: r.totals(STRICT(2**32), WINDOWS), ValueError, r"up to 2\*\*31, got 4294967296"),
     (lambda r: r.totals(CountLaw(1, 0, -1), WINDOWS), ValueError, "at least 0"),
+    (
+        lambda _: _unnumbered_core().place(np.zeros(1, np.int64)),
+        IndexError,
+        "stored rows, got 0",
+    ),
     (lambda _: StreamEpisodes(0, 1), ValueError, "at least one slot"),
     (lambda _: StreamEpisodes(3, 1, gone=np.array([-1])), IndexError, "in `gone`, got -1"),
     (lambda _: StreamEpisodes(3, 2, head=np.array([1])), ValueError, "2 entries in `head`, got 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from replaykit.errors import CheckpointError
 from tests.storages.sharing import another
 
@@ -31,6 +32,10 @@ def _shown(rb: ReplayBuffer) -> dict[str, Any]:
     with rb.storage.lock:
         data = rb.storage.indexes.data()
         return {name: data[name].tolist() for name in rb.storage.indexes.tags.names}
+
+
+def _is_one(episodes: Any) -> Any:
+    return episodes["a"] == 1
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -125,3 +130,43 @@ def test_damaged_tags_are_refused_by_name(tmp_path: Path) -> None:
     assert refused > 20
     log.write_bytes(whole)
     assert _shown(_opened(tmp_path)) == {"a": [0, 1, 2, 0]}
+
+
+def test_samples_without_the_lock_notice_changed_tags() -> None:
+    """The reader's ledger has followed a write that its index lacks."""
+    where = SliceSampler(slice_len=1, where=_is_one)
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=where, batch_size=20, shared=True)
+    reader = another(rb)
+    rb.extend(_rows(4), tags={"a": torch.ones(4, dtype=torch.int64)})
+    reader.sample()
+    rb.extend(_rows(1))
+    assert len(reader) == 5
+    rb.tag(torch.arange(3), {"a": 0})
+    assert set(reader.sample()["index"].tolist()) == {3}
+
+
+def test_tags_of_an_interrupted_commit_that_took_effect_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = _opened(tmp_path / "rows")
+    rb.extend(_rows(4))
+    rb.tag(torch.arange(4), {"a": 0})
+    home = rb.storage.recovery.home
+    commit = home.commit
+
+    def interrupted(*state: Any) -> None:
+        commit(*state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(home, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rb.tag(torch.tensor([1]), {"a": 11})
+
+    def killed(*state: Any) -> int:
+        shutil.copytree(tmp_path / "rows", tmp_path / "killed")
+        return commit(*state)
+
+    monkeypatch.setattr(home, "commit", killed)
+    rb.tag(torch.tensor([2]), {"a": 22})
+    assert _shown(_opened(tmp_path / "killed")) == {"a": [0, 11, 0, 0]}
+    assert _shown(rb) == {"a": [0, 11, 22, 0]}
