@@ -269,7 +269,7 @@ def test_one_of_two_fields_may_take_a_key(tmp_path):
         rows = convert(path, _layout(STATE, SCORE, *pair), tmp_path / "data")[:]
     np.testing.assert_array_equal(rows["a"][:5], np.arange(5.0) + 1)
     groups = [_carries(name, "a") for name in ("g/", "h/")]
-    said = r"'g/x' fills the column \('a', 'x'\), and 'h/x/y' the column .* below it.*V10"
+    said = r"a\.h5: .*'g/x' fills the column \('a', 'x'\), and 'h/x/y' the column .* below it.*V10"
     with pytest.raises(CorpusError, match=said):
         convert(path, _layout(STATE, SCORE, *groups), tmp_path / "other")
 

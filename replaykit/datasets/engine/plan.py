@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -379,7 +380,7 @@ class Plan:
         width = sum(leaf.record_bytes for leaf in self.leaves if not leaf.is_unwanted)
         return width * self.spans.records
 
-    @property
+    @cached_property  # each part of each file asks
     def has_unrecorded(self) -> bool:
         """True if the next observation of at least one row was not recorded."""
         return bool(self.episodes.column("is_open").any())
@@ -428,9 +429,10 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
         key: Key, shape: tuple[int, ...], dtype: torch.dtype, source: str = "the engine"
     ) -> None:
         if key in specs:
-            raise CorpusError(
+            raise plan.first.error(
                 f"layout {plan.layout.name!r}: two of its fields fill the column {key}: "
-                f"{sources[key]} and {source} [V10]"
+                f"{sources[key]} and {source}",
+                "V10",
             )
         specs[key], sources[key] = ColumnSpec(key, shape, dtype), source
 
@@ -449,9 +451,10 @@ def column_specs(plan: Plan) -> list[ColumnSpec]:
     for key in specs:
         above = next((key[:size] for size in range(1, len(key)) if key[:size] in specs), None)
         if above is not None:
-            raise CorpusError(
+            raise plan.first.error(
                 f"layout {plan.layout.name!r}: {sources[above]} fills the column {above}, and "
-                f"{sources[key]} the column {key} below it; give one of them another key [V10]"
+                f"{sources[key]} the column {key} below it; give one of them another key",
+                "V10",
             )
     return list(specs.values())
 
