@@ -382,13 +382,17 @@ class DrawCounter:
         self._made.append((self.number, ids, index))
         self.number += 1
 
-    def undo(self, since: int, tags: EpisodeTags, episodes: EpisodeIndex) -> None:
+    def undo(self, since: int, storage: Storage, episodes: EpisodeIndex) -> None:
         """Take back all draws from the number ``since`` on."""
+        tags = episode_tags(storage, episodes)
         while self._made and self._made[-1][0] >= since:
             tags.count_draws(tags.places(self._made.pop()[1], episodes), -1)
 
-    def undo_rows(self, drawn: list[torch.Tensor], tags: EpisodeTags, episodes: Any) -> None:
+    def undo_rows(
+        self, drawn: list[torch.Tensor], storage: Storage, episodes: EpisodeIndex
+    ) -> None:
         """Take back the draws that returned these rows."""
+        tags = episode_tags(storage, episodes)
         for index in drawn:
             for entry in reversed(self._made):
                 if torch.equal(entry[2].cpu(), index.cpu()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -73,9 +74,9 @@ class _Ordered(SliceSampler):
             self._place = self._found(self._loaded, episodes, storage) if stored else None
             self._loaded = None
 
+    @abstractmethod
     def _found(self, loaded: Any, episodes: EpisodeIndex, storage: Storage) -> Any:
         """Return the place with the episode of its stored row."""
-        raise NotImplementedError
 
     # -- notifications ------------------------------------------------------------------------
 
@@ -135,9 +136,9 @@ class _Ordered(SliceSampler):
         saved = encode_state(place or self._oldest)
         return {**super().state_dict(), **saved, "pass_index": self._passes}
 
+    @abstractmethod
     def _to_save(self, storage: Storage) -> Any:
         """Return the place for a saved state; None for the oldest window."""
-        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

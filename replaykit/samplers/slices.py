@@ -22,7 +22,6 @@ from replaykit.samplers.episode_measures import (
     EpisodeMasses,
     Predicate,
     chosen_order,
-    episode_tags,
     weighed_episodes,
 )
 from replaykit.samplers.sampler import Int64s, saved_below
@@ -176,10 +175,9 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._episodes = 0
         # Rows of slices that were rolled back, as flat indices. Draws return their episodes next.
         self._returned: torch.Tensor | None = None
-        self._index: EpisodeIndex | None = None
-        # The version of the index when the pass began, or before the first write after its load;
-        # None if the pass was loaded, and no rows were written.
-        self._version: int | None = None
+        # The index and its version when the pass began, or before the first write after its load.
+        # No index: the pass has ended. None: the pass was loaded, and no rows were written.
+        self._as_of: tuple[EpisodeIndex | None, int] | None = None
         # None if the pass was loaded.
         self._law: tuple[CountLaw, EpisodeMasses | None] | None = None
         self._length = 0
@@ -208,7 +206,7 @@ class SliceSamplerWithoutReplacement(Sliced):
             self._ran_out = not len(rest) or self._too_few(rest, request.slices)
             self._remaining = None if self._ran_out else rest
             self._episodes, self._length = order.count, request.window.length
-            self._index, self._version = request.episodes, request.episodes.version
+            self._as_of = request.episodes, request.episodes.version
             self._law = request.law, order.masses
             self._rows = len(storage)
             return index, info
@@ -240,12 +238,7 @@ class SliceSamplerWithoutReplacement(Sliced):
                 if self._law is None
                 else self._law != (request.law, order.masses)
             )
-            or (
-                self._version is not None
-                and (
-                    self._index is not request.episodes or self._version != request.episodes.version
-                )
-            )
+            or self._as_of not in (None, (request.episodes, request.episodes.version))
         )
         if old or (remaining is None and returned is None):
             return self._new_pass(order.count)
@@ -271,17 +264,17 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
-        if self._version is not None and self._index is not None:
+        if self._as_of is not None:
             self._forget()
 
     def about_to_write(self) -> None:
         """Let a loaded pass notice later writes of other processes."""
         super().about_to_write()
-        loaded = self._version is None and not (self._remaining is self._returned is None)
+        loaded = self._as_of is None and not (self._remaining is self._returned is None)
         if loaded and self.owner is not None:
             with contextlib.suppress(NoEpisodeColumns):
-                self._index = self.episodes(self.owner.storage)
-                self._version = self._index.newest_version()
+                index = self.episodes(self.owner.storage)
+                self._as_of = index, index.newest_version()
 
     def add(self, index: Any) -> None:
         self._forget()
@@ -293,7 +286,8 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._forget()
 
     def _forget(self) -> None:
-        self._remaining = self._returned = self._index = None
+        self._remaining = self._returned = None
+        self._as_of = None, 0
         self._forgotten += 1
 
     def empty(self) -> None:
@@ -301,12 +295,12 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._forget()
 
     def mark(self, storage: Storage) -> Any:
-        of_pass = self._remaining, self._returned, self._episodes, self._index, self._version
+        of_pass = self._remaining, self._returned, self._episodes, self._as_of
         return self._forgotten, *of_pass, self._law, self._length, self._rows
 
     def rollback(self, token: Any, storage: Storage) -> None:
-        forgotten, self._remaining, self._returned, self._episodes, self._index, *more = token
-        self._version, self._law, self._length, self._rows = more
+        forgotten, self._remaining, self._returned, self._episodes, self._as_of, *more = token
+        self._law, self._length, self._rows = more
         if forgotten != self._forgotten:
             self._forget()  # rows were written, which ends the pass
 
@@ -346,10 +340,9 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def _notice_writes(self) -> None:
         """End the pass if rows or tags were written since its last draw, in any process."""
-        index, version = self._index, self._version
-        if version is None:
+        if self._as_of is None:
             return
-        law, weighed = self._law, self._weighed
+        (index, version), law, weighed = self._as_of, self._law, self._weighed
         if (
             index is None
             or index.newest_version() != version
@@ -362,7 +355,7 @@ class SliceSamplerWithoutReplacement(Sliced):
         self._remaining, self._returned = saved.left(), saved.rolled_back()
         self._episodes, self._length = saved.episodes, saved.length
         self._rows, self._ran_out, self._in_order = saved.rows, saved.ran_out, saved.in_order
-        self._index = self._version = self._law = None
+        self._as_of = self._law = None
         self._forgotten += 1
 
     def __repr__(self) -> str:
@@ -373,7 +366,7 @@ class SliceSamplerWithoutReplacement(Sliced):
 
     def __getstate__(self) -> dict[str, Any]:
         self._notice_writes()
-        return {**super().__getstate__(), "_index": None, "_version": None, "_law": None}
+        return {**super().__getstate__(), "_as_of": None, "_law": None}
 
 
 @named_after
@@ -686,15 +679,13 @@ class SliceSampler(Sliced):
     def rollback(self, token: Any, storage: Storage) -> bool | None:
         if self._counter is not None and token is not None:
             with storage.lock:
-                episodes = self.episodes(storage)
-                self._counter.undo(token, episode_tags(storage, episodes), episodes)
+                self._counter.undo(token, storage, self.episodes(storage))
         return None
 
     def put_back(self, drawn: list[torch.Tensor], storage: Storage) -> None:
         if self._counter is not None and drawn and len(storage):
             with storage.lock:
-                episodes = self.episodes(storage)
-                self._counter.undo_rows(drawn, episode_tags(storage, episodes), episodes)
+                self._counter.undo_rows(drawn, storage, self.episodes(storage))
 
     # -- state --------------------------------------------------------------------------------
 

@@ -298,10 +298,9 @@ class Recovery:
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
         number, tags, tags_at = ledger.log.number, indexes.tags, self._tags_at
-        if seen < 0 and len(numbers := self.home.states.view()):
-            tags_at = CommittedState(
-                numbers
-            ).tags.copy()  # an interrupted commit may have succeeded
+        if seen < 0 and len(latest := self.home.states.view()):
+            # An interrupted commit may have taken effect.
+            tags_at = CommittedState(latest).tags.copy()
         priorities, tagged = [], tags.uncommitted
         written, same = seen != number, counts == self._counts
         changed = written or self._table_changed or tagged
