@@ -110,8 +110,8 @@ def filled(
 
 
 def fresh_strided(
-    memories: Sequence[torch.Tensor],
-    parts: Iterable[tuple[int, torch.Size, tuple[int, ...], int]],
+    memories: Sequence[torch.Tensor] | Mapping[torch.dtype, torch.Tensor],
+    parts: Iterable[tuple[Any, torch.Size, tuple[int, ...], int]],
 ) -> list[torch.Tensor]:
     """Return tensors over given memory that autograd treats as independent.
 
@@ -119,8 +119,8 @@ def fresh_strided(
     differentiate results that were computed from another view.
 
     Args:
-        parts: for each tensor the position of its memory, the shape, the strides, and the offset of
-            its first value.
+        parts: for each tensor the position or key of its memory, the shape, the strides, and the
+            offset of its first value.
     """
     with _BelowViews() if _BelowViews is not None else contextlib.nullcontext():
         return [memories[at].as_strided(size, step, first) for at, size, step, first in parts]

@@ -537,6 +537,28 @@ def map_tensors(
     return data
 
 
+def each_tensor(data: Any, function: Callable[[torch.Tensor], Any]) -> None:
+    """Call ``function`` with every tensor that ``map_tensors`` would pass to it."""
+    if isinstance(data, torch.Tensor):
+        function(data)
+    elif type(data) is TensorDict:
+        for value in fields_of(data).values():
+            each_tensor(value, function)
+    elif type(data) is tuple or type(data) is list:
+        for value in data:
+            each_tensor(value, function)
+    elif type(data) is dict:
+        for value in data.values():
+            each_tensor(value, function)
+    else:
+
+        def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+            function(tensor)
+            return tensor
+
+        map_tensors(data, unchanged)
+
+
 def _only_tensors(data: TensorDict) -> bool:
     """Return whether nothing of the container would be lost by `new_tensordict`."""
     if data.is_locked or has_names(data):

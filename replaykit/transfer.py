@@ -6,18 +6,15 @@ import itertools
 import math
 import os
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from replaykit._compat import fresh_strided
-from replaykit.structure import map_tensors
+from replaykit.structure import each_tensor, map_tensors
 
 ALIGNMENT = 64
 """Alignment of pieces in bytes, which suits values of all dtypes."""
@@ -35,16 +32,14 @@ class View(NamedTuple):
     offset: int
 
 
-def views_of(block: torch.Tensor, views: Sequence[View]) -> list[torch.Tensor]:
+def views_of(block: torch.Tensor, views: Collection[View]) -> list[torch.Tensor]:
     """Return tensors in a block, uint8 ``[n]``, without a copy."""
-    memories: list[torch.Tensor] = []
-    numbers: dict[torch.dtype, int] = {}
+    memories: dict[torch.dtype, torch.Tensor] = {}
     for dtype in {view.dtype for view in views}:
         # Other tensors of the block may have smaller values.
-        whole = len(block) // dtype.itemsize * dtype.itemsize
-        numbers[dtype] = len(memories)
-        memories.append(block[:whole].view(dtype))
-    return fresh_strided(memories, [(numbers[view[0]], *view[1:]) for view in views])
+        whole = block.nbytes // dtype.itemsize * dtype.itemsize
+        memories[dtype] = block[:whole].view(dtype)
+    return fresh_strided(memories, views)
 
 
 class Piece(NamedTuple):
@@ -83,25 +78,27 @@ class Packing:
         self._offsets: list[int] = []
         self.nbytes = 0
         self.views: dict[int, View] = {}
-        for piece in pieces:
-            for number in piece.numbers:
-                self.views[number] = view_in(tensors[number], self.nbytes - piece.first)
+        for raw, numbers, first in pieces:
+            shift = self.nbytes - first
+            for number in numbers:
+                self.views[number] = view_in(tensors[number], shift)
             self._offsets.append(self.nbytes)
-            self.nbytes += -(-len(piece.raw) // ALIGNMENT) * ALIGNMENT
+            self.nbytes += -(-raw.nbytes // ALIGNMENT) * ALIGNMENT
 
     def fill(self, block: torch.Tensor) -> None:
         """Copy the bytes into a block, uint8, of at least ``nbytes`` bytes."""
-        for piece, offset in zip(self._pieces, self._offsets, strict=True):
-            there = block[offset : offset + len(piece.raw)]
-            if block.is_cpu and len(there) < _ALONE_BYTES:
+        there = block.numpy() if block.is_cpu else None
+        for (raw, _, _), start in zip(self._pieces, self._offsets, strict=True):
+            stop = start + raw.nbytes
+            if there is not None and raw.nbytes < _ALONE_BYTES:
                 # torch would wake its threads, which costs more than so few bytes.
-                np.copyto(there.numpy(), piece.raw.numpy())
+                there[start:stop] = raw.numpy()
             else:
-                there.copy_(piece.raw)
+                block[start:stop].copy_(raw)
 
     def unpacked(self, block: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the tensors in a copy of the block, by position in ``tensors``."""
-        return dict(zip(self.views, views_of(block, list(self.views.values())), strict=True))
+        return dict(zip(self.views, views_of(block, self.views.values()), strict=True))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -116,7 +113,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.numel() > 0
+        and tensor.nbytes > 0
     )
 
 
@@ -133,11 +130,15 @@ def pieces_of(tensors: list[torch.Tensor]) -> list[Piece]:
         key = (tensor.device, memory.data_ptr(), memory.nbytes())
         memories.setdefault(key, []).append(number)
     pieces = []
-    for numbers in memories.values():
-        spans = [_span(tensors[number]) for number in numbers]
-        first = min(start for start, _ in spans) // ALIGNMENT * ALIGNMENT
-        last = max(stop for _, stop in spans)
-        if sum(tensors[number].nbytes for number in numbers) * 2 >= last - first:
+    for (_, _, nbytes), numbers in memories.items():
+        covered = sum([tensors[number].nbytes for number in numbers])
+        first, last = 0, nbytes
+        # For a small memory the exact range would take longer than the copy of all bytes.
+        if nbytes >= _ALONE_BYTES or 2 * covered < nbytes:
+            spans = [_span(tensors[number]) for number in numbers]
+            first = min(start for start, _ in spans) // ALIGNMENT * ALIGNMENT
+            last = max(stop for _, stop in spans)
+        if 2 * covered >= last - first:
             pieces.append(Piece(bytes_of(tensors[numbers[0]], first, last), numbers, first))
             continue
         for number in numbers:
@@ -147,21 +148,22 @@ def pieces_of(tensors: list[torch.Tensor]) -> list[Piece]:
     return pieces
 
 
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of the tensor's bytes in its memory."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    size, offset = tensor.dtype.itemsize, int(tensor.storage_offset())
+    return offset * size, (offset + reach + 1) * size
+
+
 def view_in(tensor: torch.Tensor, shift: int) -> View:
     """Return the view of a tensor in a copy of its memory.
 
     Args:
         shift: the count of bytes to add to the offset of the values in the memory.
     """
-    offset = int(tensor.storage_offset()) + shift // tensor.dtype.itemsize
-    return View(tensor.dtype, tensor.shape, tensor.stride(), offset)
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of the tensor's bytes in its memory."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    size, offset = tensor.dtype.itemsize, int(tensor.storage_offset())
-    return offset * size, (offset + reach + 1) * size
+    dtype = tensor.dtype
+    offset = int(tensor.storage_offset()) + shift // dtype.itemsize
+    return View(dtype, tensor.shape, tensor.stride(), offset)
 
 
 def bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -202,15 +204,19 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
         True
     """
     target = device_named(device)
-    staged = target.type == "cuda"
 
-    def move(block: torch.Tensor) -> torch.Tensor:
-        return block.to(target, non_blocking=non_blocking)
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(target, non_blocking=non_blocking)
 
-    def stays(tensor: torch.Tensor) -> bool:
-        return tensor.device == target
+    return _moved(data, move, lambda tensor: tensor.device == target, device=target)
 
-    return _moved(data, move, stays, device=target, pinned=staged)
+
+def put_on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a small tensor of the CPU on a device, without waiting for a CUDA device."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    # Only from pinned memory does a copy never wait for earlier work of the device.
+    return (tensor.pin_memory() if tensor.is_cpu else tensor).to(device, non_blocking=True)
 
 
 def device_named(device: Any) -> torch.device:
@@ -238,7 +244,76 @@ def pin(data: Any) -> Any:
     def stays(tensor: torch.Tensor) -> bool:
         return tensor.device.type != "cpu" or tensor.is_pinned()
 
-    return _moved(data, torch.Tensor.pin_memory, stays, device=None, pinned=False)
+    return _moved(data, torch.Tensor.pin_memory, stays, device=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A batch on its way to a CUDA device: the event at its end, and its memory there."""
+
+    event: Any
+    blocks: list[torch.Tensor]
+
+    def order(self) -> None:
+        """Make the calling thread's later work on the device wait for the batch.
+
+        The memory is not reused before that work has ended, even if the caller releases it earlier.
+        The calling thread does not wait.
+        """
+        stream = torch.cuda.current_stream(self.blocks[0].device)
+        stream.wait_event(self.event)
+        for block in self.blocks:
+            block.record_stream(stream)
+
+
+def send(
+    data: Any, target: torch.device, *, own: Collection[int], aside: bool
+) -> tuple[Any, Arrival | None]:
+    """Start to move a batch to a device, as ``to_device`` does.
+
+    Args:
+        own: addresses of pinned memory of at least 1 MiB that only this batch uses. It is copied
+            from where it is. All other memory is first copied into pinned memory.
+        aside: copy in a separate CUDA stream, which does not wait for the device's earlier work.
+            Blocks of at least 1 MiB are always copied there, so that they leave pinned memory soon.
+
+    Returns:
+        The batch on the device, and its arrival if a separate stream copies it, else None. The
+        thread that uses the batch must first call ``order()`` of the arrival.
+    """
+    if target.type != "cuda":
+        return to_device(data, target), None
+    stream, blocks = _stream_for_copies(target), []
+
+    def start(block: torch.Tensor) -> torch.Tensor:
+        if not aside and block.nbytes < _ALONE_BYTES:
+            return block.to(target, non_blocking=True)
+        # Allocated for this stream, so that earlier uses of the memory end first.
+        with torch.cuda.stream(stream):
+            blocks.append(block.to(target, non_blocking=True))
+        return blocks[-1]
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(target)
+
+    def alone(raw: torch.Tensor) -> bool:
+        return not raw.is_cpu or raw.data_ptr() in own
+
+    def stays(tensor: torch.Tensor) -> bool:
+        return tensor.device == target
+
+    moved = _moved(data, move, stays, device=target, move_block=start, alone=alone)
+    if not blocks:
+        return moved, None
+    event = torch.cuda.Event()
+    event.record(stream)
+    return moved, Arrival(event, blocks)
+
+
+@cache
+def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of this process for copies to a CUDA device."""
+    return torch.cuda.Stream(device)
 
 
 def _moved(
@@ -247,223 +322,70 @@ def _moved(
     stays: Callable[[torch.Tensor], bool],
     *,
     device: torch.device | None,
-    pinned: bool,
+    move_block: _Move | None = None,
+    alone: Callable[[torch.Tensor], bool] = lambda raw: True,
 ) -> Any:
-    packed = _plain_tensors(data, lambda tensor: not stays(tensor))
-    found = dict(zip(map(id, packed), _move_packed(packed, move, pinned), strict=True))
+    """Return the container with tensors moved, of which ``stays`` is False.
+
+    Args:
+        device: the target; None for the CPU's pinned memory.
+        move_block: moves the bytes of plain tensors; None for ``move``, which moves all others.
+        alone: returns whether to move bytes of at least 1 MiB without packing them.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> None:
+        if not stays(tensor) and is_plain(tensor):
+            tensors.append(tensor)
+
+    each_tensor(data, add)
+    pinned = device is not None and device.type == "cuda"
+    moved = _move_packed(tensors, move_block or move, alone, pinned=pinned)
+    found = dict(zip(map(id, tensors), moved, strict=True))
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in found:
-            return found[id(tensor)]
-        return tensor if stays(tensor) else move(tensor)
+        there = found.get(id(tensor))
+        if there is None:
+            return tensor if stays(tensor) else move(tensor)
+        return there
 
     return map_tensors(data, copied, device=device)
 
 
-def _plain_tensors(data: Any, fits: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-    """Return the plain tensors of a batch for which ``fits`` returns True."""
-    tensors: list[torch.Tensor] = []
+def _move_packed(
+    tensors: list[torch.Tensor],
+    move: _Move,
+    alone: Callable[[torch.Tensor], bool] = lambda raw: True,
+    *,
+    pinned: bool = False,
+) -> list[torch.Tensor]:
+    """Move the memories of tensors; tensors that shared memory share it again.
 
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        if fits(tensor) and is_plain(tensor):
-            tensors.append(tensor)
-        return tensor
-
-    map_tensors(data, add)
-    return tensors
-
-
-def _move_packed(tensors: list[torch.Tensor], move: _Move, pinned: bool) -> list[torch.Tensor]:
-    """Move the memories of tensors; tensors that shared memory share it again."""
+    Args:
+        move: moves bytes.
+        alone: as for ``_moved``.
+        pinned: pack tensors of the CPU in pinned memory. Torch reuses it after the copy has ended.
+    """
     tensors = list(tensors)
-    pieces = pieces_of(tensors)
     moved: list[Any] = [None] * len(tensors)
     small: dict[torch.device, list[Piece]] = {}
-    for piece in pieces:
-        if len(piece.raw) < _ALONE_BYTES:
-            small.setdefault(piece.raw.device, []).append(piece)
+    for piece in pieces_of(tensors):
+        raw, numbers, first = piece
+        if raw.nbytes < _ALONE_BYTES or not alone(raw):
+            small.setdefault(raw.device, []).append(piece)
             continue
-        there = move(piece.raw)
-        views = [view_in(tensors[number], -piece.first) for number in piece.numbers]
-        for number, tensor in zip(piece.numbers, views_of(there, views), strict=True):
+        there = move(raw)
+        views = [view_in(tensors[number], -first) for number in numbers]
+        for number, tensor in zip(numbers, views_of(there, views), strict=True):
             moved[number] = tensor
     for source, group in small.items():
         packing = Packing(tensors, group)
-        stage = torch.empty(
-            packing.nbytes,
-            dtype=torch.uint8,
-            device=source,
-            pin_memory=pinned and source.type == "cpu",
-        )
-        packing.fill(stage)
-        for number, tensor in packing.unpacked(move(stage)).items():
+        staged = pinned and source.type == "cpu"
+        block = torch.empty(packing.nbytes, dtype=torch.uint8, device=source, pin_memory=staged)
+        packing.fill(block)
+        for number, tensor in packing.unpacked(move(block)).items():
             moved[number] = tensor
     return moved
-
-
-class Engine(Protocol):
-    """A protocol of objects that copy blocks to a device in a separate stream.
-
-    Copies run one after the other. The engine returns an *event* for each copy. The event happens
-    when the copy has ended.
-    """
-
-    device: torch.device
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return host memory, uint8 ``[nbytes]``, for asynchronous copies."""
-
-    def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start a copy of pinned bytes and return at once.
-
-        Returns:
-            New memory on the device, and the event. Before the event, the caller must neither read
-            the memory nor write to ``host``.
-        """
-
-    def wait(self, event: Any) -> None:
-        """Block the calling thread until the event has happened."""
-
-    def order(self, event: Any, there: torch.Tensor) -> None:
-        """Make the caller's later work on the device wait for the event.
-
-        ``there``, the memory of the copy, is not reused before that work has ended, even if the
-        caller releases it earlier. The calling thread does not wait.
-        """
-
-
-class CudaEngine:
-    """An engine with a CUDA stream that is separate from the learner's streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def copy(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        with torch.cuda.stream(self._stream):
-            # Allocated for this stream, so that earlier uses of the memory end first.
-            there = host.to(self.device, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
-            event.record(self._stream)
-        return there, event
-
-    def wait(self, event: Any) -> None:
-        event.synchronize()
-
-    def order(self, event: Any, there: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(event)
-        there.record_stream(stream)
-
-
-def engine_for(device: torch.device) -> Engine | None:
-    """Return the engine for a device; None if the caller copies to it directly."""
-    return CudaEngine(device) if device.type == "cuda" else None
-
-
-_LEAST_BYTES = 2**16
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A batch whose copy to a device may be unfinished."""
-
-    engine: Engine
-    event: Any
-    there: torch.Tensor
-
-    def order(self) -> None:
-        """Make the calling thread's later work on the device wait for the batch."""
-        self.engine.order(self.event, self.there)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A pinned buffer, with the ``event`` of a copy that may still read it."""
-
-    host: torch.Tensor | None = None
-    event: Any = None
-
-
-class Staging:
-    """A ring of pinned buffers in front of a device.
-
-    Any number of threads may move batches at the same time. If no buffer is free, a thread waits
-    until another thread has filled its buffer. No lock is held during packing, copies or waits.
-
-    Args:
-        engine: the engine that makes the copies.
-        slots: number of buffers. Each buffer takes as much memory as the largest batch, or up to
-            twice as much.
-    """
-
-    def __init__(self, engine: Engine, slots: int) -> None:
-        self.engine = engine
-        self.process = os.getpid()
-        self._free: deque[_Slot] = deque(_Slot() for _ in range(slots))
-        self._changed = threading.Condition()
-
-    def move(self, data: Any) -> tuple[Any, Arrival | None]:
-        """Start a copy of a batch to the device.
-
-        Args:
-            data: as for ``to_device``.
-
-        Returns:
-            The same container with the same values, shapes, dtypes and strides in new memory on the
-            device, and its arrival. The thread that uses the batch must first call ``order()`` of
-            the arrival. The arrival is None if nothing was copied through the ring.
-
-        Cost: one write of the batch's bytes into pinned memory, and one copy to the device. Sparse
-        tensors, tensors with gradients and tensors on other devices are copied one by one. The call
-        waits for these copies.
-        """
-        target = self.engine.device
-        tensors = _plain_tensors(data, lambda tensor: tensor.is_cpu)
-        arrival, found = None, {}
-        if tensors:
-            packing = Packing(tensors)
-            arrival = self._send(packing)
-            for number, tensor in packing.unpacked(arrival.there).items():
-                found[id(tensors[number])] = tensor
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            there = found.get(id(tensor))
-            return tensor.to(target) if there is None else there
-
-        return map_tensors(data, copied, device=target), arrival
-
-    def _send(self, packing: Packing) -> Arrival:
-        slot = self._take()
-        try:
-            if slot.event is not None:
-                self.engine.wait(slot.event)
-                slot.event = None
-            if slot.host is None or len(slot.host) < packing.nbytes:
-                slot.host = None  # freed first, because both would exceed the memory of the ring
-                slot.host = self.engine.pinned(_room(packing.nbytes))
-            block = slot.host[: packing.nbytes]
-            packing.fill(block)
-            there, slot.event = self.engine.copy(block)
-            return Arrival(self.engine, slot.event, there)
-        finally:
-            with self._changed:
-                self._free.append(slot)
-                self._changed.notify()
-
-    def _take(self) -> _Slot:
-        """Return the free buffer whose last copy started first; wait for a free buffer."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._free))
-            return self._free.popleft()
-
-
-def _room(nbytes: int) -> int:
-    """Return a size with room for slightly larger batches."""
-    return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
 
 
 REUSED_FROM = 2**20
@@ -505,6 +427,8 @@ class BatchMemory:
 
     Attributes:
         allocations: number of tensors of at least a megabyte that got new memory.
+        pinned: None, or a process and a list of addresses. In this process, tensors of at least a
+            megabyte lie in pinned memory, which torch reuses itself, and their addresses are added.
     """
 
     def __init__(self) -> None:
@@ -512,10 +436,15 @@ class BatchMemory:
         self._sizes: dict[int, int] = {}  # for each size, the number of the last tensor
         self._numbers = itertools.count()
         self.allocations = 0
+        self.pinned: tuple[int, list[int]] | None = None
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous tensor, on the CPU."""
         nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes >= REUSED_FROM and self.pinned is not None and self.pinned[0] == os.getpid():
+            tensor = torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
+            self.pinned[1].append(tensor.data_ptr())
+            return tensor
         block = None
         if REUSED_FROM <= nbytes <= _REUSED_TO and _counts_owners():
             number = next(self._numbers)

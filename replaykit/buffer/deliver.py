@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from replaykit.buffer.row_context import apply_all
 from replaykit.interrupts import allowed, check, deferred, shielded
 from replaykit.pace import SAMPLE, checked_timeout
 from replaykit.structure import contiguous
-from replaykit.transfer import Arrival, Staging, engine_for, pin, to_device
+from replaykit.transfer import pin, send
 
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
@@ -296,9 +295,9 @@ def deliver_batch(
     """Return a batch in the form for the caller, and its info.
 
     Args:
-        made: the result of ``_finish`` for the batch; None if ``_finish`` was not called yet.
+        made: the result of ``finish_batch`` for the batch; None if it was not called yet.
     """
-    data, info = finish_batch(buffer, batch) if made is None else made
+    data, info = finish_batch(buffer, batch, aside=False) if made is None else made
     if batch.arrival is not None:
         batch.arrival.order()  # in the thread that will use the batch
     if merge:
@@ -313,8 +312,21 @@ def deliver_batch(
     return data, info
 
 
-def finish_batch(buffer: ReplayBuffer, batch: DrawnBatch) -> tuple[Any, dict[Any, Any]]:
-    """Collate, transform, and pin or move a batch, without a lock."""
+def finished(buffer: ReplayBuffer, batch: DrawnBatch) -> tuple[Any, dict[Any, Any]]:
+    """Finish a batch for use in this thread."""
+    found = finish_batch(buffer, batch)
+    if batch.arrival is not None:
+        batch.arrival.order()
+    return found
+
+
+def finish_batch(
+    buffer: ReplayBuffer, batch: DrawnBatch, *, aside: bool = True
+) -> tuple[Any, dict[Any, Any]]:
+    """Collate, transform, and pin or move a batch, without a lock.
+
+    The thread that uses it must first order its arrival. ``aside`` is passed to `send`.
+    """
     data, batch.rows = batch.rows, None
     if batch.begun is not None:
         batch.begun.wait()
@@ -331,7 +343,8 @@ def finish_batch(buffer: ReplayBuffer, batch: DrawnBatch) -> tuple[Any, dict[Any
     if buffer._contiguous:
         data = contiguous(data)  # needed for lists, transforms and custom storages
     if buffer._target is not None:
-        (data, info), batch.arrival = move_batch(buffer, (data, info), buffer._target)
+        sent = send((data, info), buffer._target, own=batch.pinned, aside=aside)
+        (data, info), batch.arrival = sent
     if buffer._pin_memory and torch.cuda.is_available():
         data, info = pin((data, info))
     return data, info
@@ -359,22 +372,3 @@ def transform_rows(buffer: ReplayBuffer, batch: DrawnBatch, data: Any, info: dic
     elif buffer._chain.entries:
         data = buffer._chain.forward(data)
     return data
-
-
-def move_batch(buffer: ReplayBuffer, made: Any, target: torch.device) -> tuple[Any, Arrival | None]:
-    """Move a batch to another device.
-
-    Returns:
-        The batch, and its arrival if the copy is unfinished, else None.
-    """
-    staging = buffer._staging
-    if staging is None or staging.process != os.getpid():
-        with buffer._making:
-            staging = buffer._staging
-            if staging is None or staging.process != os.getpid():
-                engine = engine_for(target)
-                if engine is None:
-                    return to_device(made, target), None
-                # One for each unfinished batch, and one for an unfinished copy.
-                staging = buffer._staging = Staging(engine, buffer._prefetch_depth + 1)
-    return staging.move(made)

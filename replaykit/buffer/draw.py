@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from replaykit.declared import Positive, read_value
 from replaykit.samplers import Sampler, Sequence, Transition
 from replaykit.samplers.window_measures import index_for
 from replaykit.storages import Storage
+from replaykit.storages.column_reads import read_pinned
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel
 
@@ -312,6 +313,7 @@ def _read_rows(
     if collate is None:
         collate = buffer._collate_fn
     chain, sampler, held, begun, fetched = buffer._draw_chain, buffer._sampler, False, None, None
+    pinned: Collection[int] = ()
     bare = buffer._windows is not None
     if bare:
         rows: Any = new_tensordict({}, draw.index.shape[:1], torch.device(storage.device))
@@ -322,6 +324,9 @@ def _read_rows(
         # Transforms would use rows of an unfinished read, which is not allowed.
         if begin and not chain.entries:
             rows, begun = columns.begin_held(draw.index, buffer._contiguous)
+        # The results of transforms are new tensors, so they have to be copied in any case.
+        elif (buffer._pin_memory or buffer._target) and not chain.entries and _to_pinned(buffer):
+            rows, pinned = read_pinned(columns, draw.index, buffer._contiguous)
         else:
             rows = columns.read_held(draw.index, buffer._contiguous)
         held = collate is None and type(storage).collate is Storage.collate
@@ -351,7 +356,15 @@ def _read_rows(
         sampler if describes else None,
         fetched,
         begun,
+        pinned,
     )
+
+
+def _to_pinned(buffer: ReplayBuffer) -> bool:
+    """Return whether batches are in pinned memory, at least on their way to a device."""
+    if buffer._target is not None:
+        return buffer._target.type == "cuda"
+    return buffer._pin_memory and torch.cuda.is_available()
 
 
 @functools.cache
@@ -466,7 +479,10 @@ def draw_ahead(buffer: ReplayBuffer, storage: Storage) -> AheadBatch:
     except Exception as error:
         return AheadBatch(None, written, error=error)
     at_once = reads_now(buffer)
-    ahead = AheadBatch(draw, late=at_once or buffer._chain.ordered)
+    home, stream = torch.device(storage.device), None
+    if home.type == "cuda":
+        stream = torch.cuda.current_stream(home)
+    ahead = AheadBatch(draw, late=at_once or buffer._chain.ordered, stream=stream)
     if at_once or buffer._chain.uses_random:
         try:
             ahead.batch = _read_rows(buffer, draw, storage, buffer._generator, begin=at_once)

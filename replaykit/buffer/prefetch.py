@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +84,7 @@ class DrawnBatch:
         fetched: the neighbouring rows that transforms have read.
         begun: a read of the rows that may be unfinished. Code waits for this read before it uses
             the rows.
+        pinned: addresses of the memory of rows that is pinned, and only in this batch.
         arrival: the batch is on its way to a device.
     """
 
@@ -95,6 +97,7 @@ class DrawnBatch:
     sampler: Any
     fetched: Any
     begun: Any
+    pinned: Collection[int] = ()
     arrival: Arrival | None = None
 
 
@@ -114,9 +117,13 @@ class AheadBatch:
         batch: the rows of the draw, if they are read already.
         error: the error of the draw, and later that of reading or finishing the batch.
         late: finish the batch at its delivery.
+        stream: the CUDA stream of the draw if the rows are on a CUDA device. They are read and
+            finished there, after the draw and before later work of the caller.
     """
 
-    __slots__ = ("_claim", "_done", "batch", "draw", "error", "is_read", "late", "made", "written")
+    __slots__ = (
+        "_claim", "_done", "batch", "draw", "error", "is_read", "late", "made", "stream", "written"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,8 +133,9 @@ class AheadBatch:
         batch: Any = None,
         error: BaseException | None = None,
         late: bool = False,
+        stream: Any = None,
     ) -> None:
-        self.draw, self.written, self.batch = draw, written, batch
+        self.draw, self.written, self.batch, self.stream = draw, written, batch, stream
         self.is_read = draw is None or batch is not None or error is not None
         self.error, self.late = error, late
         self.made: Any = None
@@ -143,7 +151,8 @@ class AheadBatch:
         """Read the rows once. The caller holds the storage's lock."""
         if not self.is_read:
             try:
-                self.batch = source._read_ahead(self.draw)
+                with self._in_stream():
+                    self.batch = source._read_ahead(self.draw)
             except Exception as error:
                 self.error = error
             self.is_read = True  # at last, because `make` looks without the lock
@@ -156,11 +165,15 @@ class AheadBatch:
         """Finish the batch, whose rows are read; an exception becomes ``error``."""
         try:
             if self.error is None and not self.late:
-                self.made = source._finish(self.batch)
+                with self._in_stream():
+                    self.made = source._finish(self.batch)
         except BaseException as error:
             self.error = error
         finally:
             self._done.release()
+
+    def _in_stream(self) -> Any:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def wait(self, source: _Source) -> None:
         """Finish the batch, or wait until the thread that makes it is done."""

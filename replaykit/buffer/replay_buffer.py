@@ -59,7 +59,7 @@ from replaykit.storages.column_storage import with_episodes
 from replaykit.storages.memmap import join_storage
 from replaykit.storages.save_hooks import Hook, check_no_checkpointer
 from replaykit.ted import unravel
-from replaykit.transfer import Staging, device_named
+from replaykit.transfer import device_named
 from replaykit.transforms import Compose, Windows
 from replaykit.writers import Writer
 from replaykit.writers.writer import single_index
@@ -80,7 +80,7 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
             By default, rows of tensor storages are unchanged and rows of lists are stacked.
         pin_memory: pin the CPU tensors of a batch if there is a CUDA device.
         device: device of batches after the transforms; None for the storage's device. A batch is
-            copied to a CUDA device asynchronously, in one copy, through a ring of pinned buffers.
+            copied to a CUDA device from pinned memory, and no call waits for the copy.
         prefetch: number of batches that threads prepare in advance; needs ``batch_size``. See
             ``docs/overlap.md``.
         transform: a callable, an object with ``forward`` or ``inv``, or a Compose of them.
@@ -213,7 +213,6 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._target = None if device is None else device_named(device)
-        self._staging: Staging | None = None
         self._contiguous = bool(contiguous)
         self._shared = bool(shared)
         if shared:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from replaykit._compat import Uncompiled
-from replaykit.buffer.deliver import finish_batch
+from replaykit.buffer.deliver import finished
 from replaykit.buffer.draw import UnreadBatch, draw_apart, give_back
 from replaykit.buffer.prefetch import Draw, DrawnBatch
 from replaykit.episodes import EPISODES, WINDOWS, CountLaw
@@ -451,9 +451,7 @@ class BufferDraw:
     def _piece(self, batch: DrawnBatch | UnreadBatch) -> DrawnRows:
         if isinstance(batch, UnreadBatch):
             batch = batch.read()
-        data, info = finish_batch(self._buffer, batch)
-        if batch.arrival is not None:
-            batch.arrival.order()
+        data, info = finished(self._buffer, batch)
         if batch.stack_dim:
             data = data.transpose(0, batch.stack_dim)
         return DrawnRows(data, info)

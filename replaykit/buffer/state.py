@@ -670,7 +670,7 @@ def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:
         buffer._ready()  # otherwise each process would make separate components
     if not buffer._initialized:
         generator = by_value(generator_state(buffer._generator))
-        return {**buffer.__dict__, "_generator": generator, "_making": None, "_staging": None}
+        return {**buffer.__dict__, "_generator": generator, "_making": None}
     spawning = multiprocessing.context.get_spawning_popen() is not None
     if spawning and not buffer._shared and buffer._writer.kind != "immutable":
         raise RuntimeError(
@@ -682,7 +682,7 @@ def pickled_state(buffer: ReplayBuffer) -> dict[str, Any]:
     with buffer._locked(settled=False) as storage:
         rewind(buffer)
         state = dict(buffer.__dict__)
-        state["_prefetcher"] = state["_making"] = state["_staging"] = None
+        state["_prefetcher"] = state["_making"] = None
         state.pop("_observers", None)
         # Other threads may sample while the rest is pickled. So this state is copied now.
         sampler = state["_sampler"] = copy.deepcopy(buffer._sampler, {id(storage): storage})

@@ -17,6 +17,7 @@ import torch
 
 from replaykit._compat import arange
 from replaykit.buffer import ReplayBuffer
+from replaykit.buffer.deliver import finished
 from replaykit.buffer.edit import Patch, patched
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
@@ -425,7 +426,7 @@ class ShardHolder:
             if not (tracked or generations):
                 batch.draw.info.pop("index_generation", None)
         del storage
-        data, info = self.buffer._finish(batch)
+        data, info = finished(self.buffer, batch)
         return ShardPart(data, info, values, facts)
 
     def read(self, slots: torch.Tensor) -> tuple[Any, ShardFacts]:

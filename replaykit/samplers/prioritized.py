@@ -33,6 +33,7 @@ from replaykit.samplers.sampler import Sampler, as_drawn, require_rows
 from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
+from replaykit.transfer import put_on
 
 _UNKNOWN = 1 << 48
 """Limit of an index if no storage is known."""
@@ -178,7 +179,7 @@ class PrioritizedSampler(Sampler):
         home = storage.device
         if home == flat.device:
             return flat if storage.ndim == 1 else as_drawn(flat, storage), info
-        return as_drawn(flat, storage), {key: value.to(home) for key, value in info.items()}
+        return as_drawn(flat, storage), {key: put_on(value, home) for key, value in info.items()}
 
     def _among_eligible(self, storage: Storage) -> tuple[PriorityTable, SumSegmentTree]:
         """Return the table, and a tree of the rows that are eligible for the transforms."""

@@ -43,6 +43,7 @@ from replaykit.samplers.window_measures import iid, stratified, without_replacem
 from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 from replaykit.storages.indexing import elements_of, unravel_index
+from replaykit.transfer import put_on
 
 if TYPE_CHECKING:
     from replaykit.episodes import CountLaw, EpisodeIndex, Found
@@ -457,7 +458,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
     ) -> None:
         """Add the weights of windows ``[K]`` and the generations of rows to ``info``."""
         window = info[SEQUENCE_ID]
-        info["priority_weight"] = weight.to(window.device).index_select(0, window)
+        info["priority_weight"] = put_on(weight, window.device).index_select(0, window)
         slots = index[:, 0] if storage.ndim > 1 else index
         info["index_generation"] = storage.ledger.generations(slots)
 

@@ -25,6 +25,7 @@ from replaykit.keywords import named_after, old_name
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
 from replaykit.storages.memory import by_value, from_value
+from replaykit.transfer import put_on
 
 Array = np.ndarray[Any, Any]
 Made = TypeVar("Made")
@@ -437,7 +438,7 @@ def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch
 
 def as_drawn(flat: torch.Tensor, storage: Storage) -> torch.Tensor:
     """Convert flat indices ``[B]`` to the index of users, on the storage's device."""
-    flat = flat.to(storage.device)
+    flat = put_on(flat, storage.device)
     return unravel_index(flat, storage.lanes) if storage.ndim > 1 else flat
 
 

@@ -15,6 +15,7 @@ from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import ravel, unravel_index
 from replaykit.structure import Branch
 from replaykit.ted import DONE, Key, unravel
+from replaykit.transfer import put_on
 
 EPISODE_BOUNDARIES = ("pad", "stop", "include_reset")
 """The ways in which a window treats the end of its episode; see ``Sequence``."""
@@ -287,4 +288,4 @@ def _rule_of(done_key: tuple[str, ...] | None) -> BoundaryRule:
 
 
 def _tensor(values: Array, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)
+    return put_on(torch.from_numpy(values), device)

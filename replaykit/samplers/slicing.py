@@ -19,6 +19,7 @@ from replaykit.samplers.window_forms import MASK, SEQUENCE_ID, Cut, Markers, Win
 from replaykit.samplers.window_measures import PerWindow, uniform
 from replaykit.storages import Storage
 from replaykit.storages.indexing import unravel_index
+from replaykit.transfer import put_on
 
 Array = np.ndarray[Any, Any]
 
@@ -151,8 +152,8 @@ class Slicing:
             index = unravel_index(index, storage.lanes)
         device = storage.device
         if device != _CPU:
-            index = index.to(device)
-            info = {key: value.to(device) for key, value in info.items()}
+            index = put_on(index, device)
+            info = {key: put_on(value, device) for key, value in info.items()}
         return index, info
 
     def shape_of(self, rows: int) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
@@ -328,3 +329,20 @@ class ColumnReads(Storage):
             limits = torch.tensor(self.visible_shape(), device=item.device)
             return ((item >= 0) & (item < limits)).all(-1)
         return (item >= 0) & (item < length)
+
+
+def read_pinned(
+    storage: ColumnReads, index: torch.Tensor, contiguous: bool
+) -> tuple[Any, list[int]]:
+    """Read as ``read_held`` does, but memory of at least 1 MiB is pinned.
+
+    Returns:
+        The rows, and the addresses of the pinned memory.
+    """
+    addresses: list[int] = []
+    memory = storage.require().batch_memory
+    memory.pinned = os.getpid(), addresses  # a process forked meanwhile must not pin memory
+    try:
+        return storage.read_held(index, contiguous), addresses
+    finally:
+        memory.pinned = None

@@ -22,7 +22,7 @@ from replaykit.storages.records import PackedLeaves, RecordLayout, plan_records,
 from replaykit.storages.row_kernels import Frames, NativeRows, StepsAhead, StepsPlan
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
-from replaykit.transfer import BatchMemory
+from replaykit.transfer import BatchMemory, to_device
 
 
 class ColumnMemory:
@@ -332,7 +332,10 @@ class Columns:
         self.refresh_addresses()
         # All values are copied to separate memory before the first value is written. Errors are
         # raised here. Rows that are views of these columns are copied before a write changes them.
-        sources = {path: self.own(picked(leaves[path], kept)) for path in self.tensors}
+        sources = {path: picked(leaves[path], kept) for path in self.tensors}
+        if any(source.device != self.device for source in sources.values()):
+            sources = to_device(sources, self.device)  # in one copy
+        sources = {path: self.own(source) for path, source in sources.items()}
         self.changes.wrote_at(slots)
         if self._native is not None and self._native.scatter(slots, sources):
             return

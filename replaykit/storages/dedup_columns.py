@@ -29,6 +29,7 @@ from replaykit.storages.observation_table import ObservationTable
 from replaykit.storages.references import NEXT, OBSERVATION, entries_of
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
+from replaykit.transfer import BatchMemory
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]
@@ -119,6 +120,11 @@ class DedupColumns:
         self._arrange(pairs)
 
     # -- memory -------------------------------------------------------------------------------
+
+    @property
+    def batch_memory(self) -> BatchMemory:
+        """The memory of large batches, which later batches reuse."""
+        return self.rows.batch_memory
 
     def refresh_addresses(self) -> None:
         """Update addresses of memory that has moved; see ``Columns.refresh_addresses``."""

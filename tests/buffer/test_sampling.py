@@ -13,9 +13,12 @@ from replaykit import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorStorage,
 )
 from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same
@@ -240,19 +243,56 @@ def test_a_batch_is_pinned_where_there_is_an_accelerator(kind: str):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("generator", [None, "cpu"])
+@pytest.mark.parametrize("sampler", ["random", "slices", "prioritized"])
+def test_samples_of_rows_on_a_device_do_not_wait_for_it(sampler: str, generator: Any):
+    chosen = {
+        "random": lambda: RandomSampler(),
+        "slices": lambda: SliceSampler(slice_len=2),
+        "prioritized": lambda: PrioritizedSampler(20, 0.6, 0.4),
+    }[sampler]()
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20, device="cuda"),
+        sampler=chosen,
+        generator=None if generator is None else torch.Generator(generator),
+        batch_size=6,
+    )
+    done = torch.zeros(20, 1, dtype=torch.bool)
+    buffer.extend(rows(20).set(("next", "done"), done))
+    buffer.sample()  # makes what is kept for later samples
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = [buffer.sample() for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(batch["id"], batch["index"]) for batch in batches)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("sampler", ["random", "without"])
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_batch_lives_on_the_device_of_the_storage(sampler: str, prefetch: Any):
+@pytest.mark.parametrize("generator", ["cpu", "cuda"])
+def test_a_batch_lives_on_the_device_of_the_storage(sampler: str, prefetch: Any, generator: str):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(20, device="cuda"),
         sampler=SamplerWithoutReplacement() if sampler == "without" else None,
         writer=RoundRobinWriter(track_generations=True),
-        generator=torch.Generator(),
+        generator=torch.Generator(generator),
         prefetch=prefetch,
         batch_size=5,
     )
     buffer.extend(rows(20))
-    for _ in range(6):
-        batch = buffer.sample()
+    weight, batches = torch.rand(2000, 2000, device="cuda"), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(6):
+            for _ in range(20):
+                weight = weight @ weight / weight.norm()
+            batches.append(buffer.sample().clone())
+    torch.cuda.synchronize()
+    for batch in batches:
         assert batch["id"].device.type == batch["index"].device.type == "cuda"
         assert torch.equal(batch["id"], batch["index"])

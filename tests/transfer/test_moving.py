@@ -35,7 +35,7 @@ class Moves:
 
 def packed(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     moves = Moves()
-    return _move_packed(list(tensors), moves, False), moves.sizes
+    return _move_packed(list(tensors), moves), moves.sizes
 
 
 def check_same(moved: list[torch.Tensor], given_: Any, strides: bool = True) -> None:
@@ -176,7 +176,7 @@ def _of_every_kind() -> dict[str, torch.Tensor]:
 
 def _move(data: Any) -> tuple[Any, list[int]]:
     moves = Moves()
-    moved = _moved(data, moves, lambda tensor: False, device=None, pinned=False)
+    moved = _moved(data, moves, lambda tensor: False, device=None)
     return moved, moves.sizes
 
 
