@@ -442,6 +442,10 @@ def _request(cache: DownloadCache, item: _Item, meter: Meter, timeout_s: float) 
     meter.begin(item)
     try:
         with _opened(Request(file.url, headers=headers), timeout_s) as response:
+            now = _validator(response)
+            if response.status == 206 and None not in (mark, now) and now != mark:
+                cache.forget_part(file)
+                raise ConnectionError("the server sends bytes of another version")
             _receive_body(cache, item, meter, response, start)
     except HTTPError as error:
         if error.code == 416 and start:
@@ -473,11 +477,7 @@ def _receive_body(
     expected = size if total is None else total
     part = cache.part(file)
     if start == 0:
-        etag = response.headers.get("ETag")
-        # Versions with equal weak validators may differ in bytes.
-        is_strong = etag and not etag.startswith("W/")
-        mark = etag if is_strong else response.headers.get("Last-Modified")
-        write_note(_record_of(part), json.dumps({"mark": mark}))
+        write_note(_record_of(part), json.dumps({"mark": _validator(response)}))
     meter.add(item, start)
     position = start
     with part.open("r+b" if start else "wb") as content:
@@ -504,6 +504,14 @@ def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
         raise
     with response:
         yield response
+
+
+def _validator(response: HTTPResponse) -> str | None:
+    """Return the ETag or else the date of a file; equal ones stand for equal bytes."""
+    etag = response.headers.get("ETag")
+    # Versions with equal weak validators may differ in bytes.
+    is_strong = etag and not etag.startswith("W/")
+    return etag if is_strong else response.headers.get("Last-Modified")
 
 
 def _length(response: HTTPResponse) -> int | None:

@@ -85,6 +85,11 @@ OVERCOME: dict[str, tuple[list[dict[str, Any]], str, list[str | None]]] = {
         "checked",
         [None, FROM, None],
     ),
+    "another version": (
+        [CUT, {"method": "GET", "headers": {"ETag": '"2"'}, "times": 1}],
+        "unchecked",
+        [None, FROM, None],
+    ),
     # Without a checksum, a strong ETag is needed to know that it is the same file.
     "no mark": ([{**CUT, "headers": {"ETag": None}}], "unchecked", [None, None]),
     "weak mark": ([{**CUT, "headers": {"ETag": 'W/"1"'}}], "unchecked", [None, None]),
