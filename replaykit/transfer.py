@@ -208,7 +208,10 @@ def to_device(data: Any, device: Any, *, non_blocking: bool = False) -> Any:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(target, non_blocking=non_blocking)
 
-    return _moved(data, move, lambda tensor: tensor.device == target, device=target)
+    def stays(tensor: torch.Tensor) -> bool:
+        return tensor.device == target
+
+    return _moved(data, move, stays, device=target, pinned=target.type == "cuda")
 
 
 def put_on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -244,7 +247,8 @@ def pin(data: Any) -> Any:
     def stays(tensor: torch.Tensor) -> bool:
         return tensor.device.type != "cpu" or tensor.is_pinned()
 
-    return _moved(data, torch.Tensor.pin_memory, stays, device=None)
+    # Returns a block that is packed in pinned memory without a copy.
+    return _moved(data, torch.Tensor.pin_memory, stays, device=None, pinned=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +306,7 @@ def send(
     def stays(tensor: torch.Tensor) -> bool:
         return tensor.device == target
 
-    moved = _moved(data, move, stays, device=target, move_block=start, alone=alone)
+    moved = _moved(data, move, stays, device=target, pinned=True, move_block=start, alone=alone)
     if not blocks:
         return moved, None
     event = torch.cuda.Event()
@@ -322,6 +326,7 @@ def _moved(
     stays: Callable[[torch.Tensor], bool],
     *,
     device: torch.device | None,
+    pinned: bool = False,
     move_block: _Move | None = None,
     alone: Callable[[torch.Tensor], bool] = lambda raw: True,
 ) -> Any:
@@ -329,6 +334,7 @@ def _moved(
 
     Args:
         device: the target; None for the CPU's pinned memory.
+        pinned: pack tensors of the CPU in pinned memory. Torch reuses it after the copy has ended.
         move_block: moves the bytes of plain tensors; None for ``move``, which moves all others.
         alone: returns whether to move bytes of at least 1 MiB without packing them.
     """
@@ -339,7 +345,6 @@ def _moved(
             tensors.append(tensor)
 
     each_tensor(data, add)
-    pinned = device is not None and device.type == "cuda"
     moved = _move_packed(tensors, move_block or move, alone, pinned=pinned)
     found = dict(zip(map(id, tensors), moved, strict=True))
 
@@ -363,8 +368,7 @@ def _move_packed(
 
     Args:
         move: moves bytes.
-        alone: as for ``_moved``.
-        pinned: pack tensors of the CPU in pinned memory. Torch reuses it after the copy has ended.
+        alone, pinned: as for ``_moved``.
     """
     tensors = list(tensors)
     moved: list[Any] = [None] * len(tensors)
