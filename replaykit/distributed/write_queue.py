@@ -18,6 +18,7 @@ from replaykit.distributed.protocol import BarrierBusy, Message, pack
 from replaykit.distributed.requests import RemoteResult, Reply, joined_texts
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.interrupts import deferred
+from replaykit.pace import checked_timeout
 from replaykit.structure import Node, Path, build, flatten
 
 MOST_UNDER_WAY = 16
@@ -305,20 +306,23 @@ class WriteResult(RemoteResult):
 
     def __init__(self, reply: Reply, position: int | None) -> None:
         super().__init__(reply, self._own)
+        self._reply: Reply = reply
         self.position = position
         self.seen = False
 
     def result(self, timeout: float | None = None) -> Any:
+        timeout = checked_timeout(timeout)
         try:
-            found = super().result(timeout)
-        except TimeoutError:
-            self.seen = self.done()
+            value = self._reply.get(timeout)
+        except TimeoutError as error:
+            # If the answer is only late, it may be an error that no caller has received.
+            self.seen = error is self._reply.error
             raise
         except Exception:
             self.seen = True
             raise
         self.seen = True
-        return found
+        return self._picked(value)
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
