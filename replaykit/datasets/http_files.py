@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from replaykit._version import __version__
 from replaykit.datasets.engine.h5_checks import check_signature
@@ -495,10 +495,21 @@ def _receive_body(
         raise ConnectionError(f"it ended after {position:,} of {expected:,} bytes")
 
 
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects with the method of the request; Python below 3.13 sends GET for HEAD."""
+
+    def redirect_request(self, req: Request, *given: Any) -> Request | None:
+        following = super().redirect_request(req, *given)
+        if following is not None:
+            following.method = req.get_method()
+        return following
+
+
 @contextmanager
 def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
     try:
-        response = cast(HTTPResponse, urlopen(request, timeout=timeout_s or None))
+        opened = build_opener(_Redirects).open(request, timeout=timeout_s or None)
+        response = cast(HTTPResponse, opened)
     except HTTPError as error:
         error.close()  # the error holds the connection
         raise

@@ -113,6 +113,8 @@ def test_faults_that_pass_are_overcome(web: LoopbackHub, tmp_path: Path, name: s
         retry = Retry(attempts=3, first_wait_s=100 if "busy" in name else 0)
         assert get(web, A, checked=checked, retry=retry) == [DATA[A]]
         assert not ranges or gets(web) == ranges
+        heads = [request for request in web.requests if request.method == "HEAD"]
+        assert "redirected" not in name or len(heads) == 2, "a HEAD became a GET"
         served = {"cut": len(DATA[A]), "ranges ignored": len(DATA[A]) + 1_000_000}
         assert web.bytes_served == served.get(name, web.bytes_served)
 
