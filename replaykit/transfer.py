@@ -445,9 +445,10 @@ class BatchMemory:
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous tensor, on the CPU."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes >= REUSED_FROM and self.pinned is not None and self.pinned[0] == os.getpid():
+        pinned = self.pinned  # another thread may replace it
+        if pinned is not None and nbytes >= REUSED_FROM and pinned[0] == os.getpid():
             tensor = torch.empty(shape, dtype=dtype, device=_CPU, pin_memory=True)
-            self.pinned[1].append(tensor.data_ptr())
+            pinned[1].append(tensor.data_ptr())
             return tensor
         block = None
         if REUSED_FROM <= nbytes <= _REUSED_TO and _counts_owners():
