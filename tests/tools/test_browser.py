@@ -166,15 +166,3 @@ def test_letters_of_all_plots_have_one_size(browser, pages):
         )
         assert len(scales) >= 6
         assert max(scales) / min(scales) < 1.15
-
-
-def test_the_keys_are_a_table_and_a_name_is_no_markup(browser, pages):
-    browser.open(pages["demo.hdf5"], width=1100, dark=False)
-    cells = browser.value(
-        "[...document.querySelectorAll('#keys tbody tr')].map(r => [...r.cells].map("
-        "c => (c.querySelector('code') || c).textContent))"
-    )
-    rows = {row[0]: row for row in cells}
-    assert rows["data/demo_*/actions"][1:4] == ["float64", "5", "75"]
-    assert "data/demo_*/<script>document.title='owned'<|script>" in rows
-    assert rows["data/demo_*/states"][8] == "52"  # two NaNs in every third row: 10, 7 and 9 rows

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 
 from replaykit_command import main
 from tests.support import LoopbackHub
+from tests.tools.conftest import write_robomimic
 
 
 @dataclass
@@ -61,25 +60,7 @@ def lead_client_to(
     huggingface_hub.close_session()
 
 
-def write_demos(path: Path, lengths: tuple[int, ...] = (5, 3, 4)) -> Path:
-    """Demonstrations in robomimic's layout, of random numbers."""
-    draw = np.random.default_rng(len(lengths))
-    with h5py.File(path, "w") as file:
-        for number, steps in enumerate(lengths):
-            demo = file.create_group(f"data/demo_{number}")
-            demo["actions"], demo["rewards"] = draw.normal(size=(steps, 3)), draw.normal(size=steps)
-            demo["dones"] = (np.arange(steps) == steps - 1).astype(np.int64) * (number != 1)
-            states = draw.normal(size=(steps + 1, 4))
-            demo["obs/eef"], demo["next_obs/eef"] = states[:-1], states[1:]
-    return path
-
-
 @pytest.fixture
 def demos(tmp_path: Path) -> Path:
     """A file of three demonstrations."""
-    return write_demos(tmp_path / "demo.hdf5")
-
-
-@pytest.fixture(name="write_demos")
-def _write_demos() -> Callable[..., Path]:
-    return write_demos
+    return write_robomimic(tmp_path / "demo.hdf5")

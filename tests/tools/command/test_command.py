@@ -27,13 +27,6 @@ from tests.support import Fault, LoopbackHub
 COMMANDS = ("datasets", "download", "convert", "inspect", "validate", "push", "pull")
 
 
-def child(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "replaykit", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False, **options,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_examples(command, name):
     done = command(name, "--help")
@@ -286,21 +279,6 @@ def test_interrupted_import_of_a_module_prints_one_sentence(command, monkeypatch
     done = command("datasets")
     assert (done.code, done.out) == (130, "")
     assert done.err == "replaykit: interrupted: nothing was begun\n"
-
-
-@pytest.mark.long  # the interrupted ones run it too
-def test_the_module_runs_as_a_program(demos):
-    done = child("inspect", demos, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["rows"] == 12
-
-
-@pytest.mark.long
-def test_reader_that_closes_the_pipe_causes_no_error(demos):
-    command = f"{sys.executable} -m replaykit inspect {demos} | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    assert str(demos) in done.stdout
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

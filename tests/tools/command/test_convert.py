@@ -18,40 +18,59 @@ import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.datasets import Policies
 from tests.support import LoopbackHub
-
-OWN = """
-from replaykit.datasets import STEPS, Field, Groups, Layout
-
-ARM = Layout(
-    name="arm", version=1, episodes=Groups("run", having=("torque",)), alignment=STEPS,
-    clock="torque",
-    fields=(
-        Field("joints", "observation", ("observation",), ("next", "observation")),
-        Field("torque", "action", before=("action",)),
-    ),
-)
-"""
+from tests.tools.test_layouts import OWN
 
 
-def test_a_file_is_converted_by_the_layout_that_fits(command, demos, tmp_path):
-    done = command("convert", demos, "--to", tmp_path / "data")
-    assert (done.code, done.err.count("\n")) == (0, 1)
-    assert done.err.startswith("layout robomimic: 3 episodes at the paths of the layout")
-    assert "12 rows in 3 episodes" in done.out
+@pytest.mark.parametrize("layout", [[], ["--layout", "robomimic"]])
+def test_a_file_is_converted_and_described(command, demos, tmp_path, layout):
+    guess = None if layout else command("inspect", demos, "--json").json["guess"]
+    told = command("convert", demos, "--to", tmp_path / "data", *layout)
+    assert told.code == 0
+    assert "12 rows in 3 episodes" in told.out
+    start = "" if layout else "layout robomimic: 3 episodes at the paths of the layout"
+    assert told.err.startswith(start)
+    assert told.err.count("\n") == (not layout)
+    done = command("convert", demos, "--to", tmp_path / "again", *layout, "--json")
+    assert (done.code, done.err) == (0, "")
+    data = replaykit.datasets.open(tmp_path / "again")
+    assert done.json == {
+        "name": None,
+        "path": str(tmp_path / "again"),
+        "layout": "robomimic",
+        "rows": 12,
+        "episodes": 3,
+        "bytes": sum(size for _, size, _ in data.published.manifest.files()),
+        "content": data.published.manifest.content_id(),
+        "warnings": [],
+        "guess": guess and {"layout": "robomimic", "reasons": guess["reasons"]},
+    }
     with h5py.File(demos) as file:
         action = np.concatenate([file[f"data/demo_{i}/actions"][...] for i in range(3)])
-    data = replaykit.datasets.open(tmp_path / "data")
     np.testing.assert_array_equal(data[:]["action"], action)
 
 
-def test_output_of_a_layout_module_stays_out_of_the_json(command, tmp_path):
+def test_skipped_episodes_are_warnings_of_the_json(command, demos, tmp_path):
+    with h5py.File(demos, "r+") as file:
+        file["data/demo_2/actions"][1] = np.nan
+    options = ("--on-invalid", "skip", "--workers", 2, "--json")
+    done = command("convert", demos, "--to", tmp_path / "data", *options)
+    assert (done.code, done.json["rows"]) == (0, 8)
+    assert any("demo_2" in text and "[V20]" in text for text in done.json["warnings"])
+
+
+def test_convert_reads_a_folder_with_a_custom_layout(command, tmp_path):
     (tmp_path / "own.py").write_text(f"print('loaded')\n{OWN}")
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["run0/joints"], file["run0/torque"] = np.eye(4), np.ones((4, 1))
-    layout = f"{tmp_path}/own.py:ARM"
-    to = tmp_path / "data"
-    done = command("convert", tmp_path / "a.h5", "--layout", layout, "--to", to, "--json")
-    assert (done.code, done.err, done.json["layout"]) == (0, "loaded\n", "arm")
+    (tmp_path / "files").mkdir()
+    for name in ("b", "a"):
+        with h5py.File(tmp_path / "files" / f"{name}.h5", "w") as file:
+            file["run1/joints"], file["run1/torque"] = np.eye(4), np.ones((4, 1))
+    layout, target = f"{tmp_path}/own.py:ARM", tmp_path / "data"
+    done = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
+    assert (done.code, done.err) == (0, "loaded\n")  # what it prints is not in the JSON
+    assert (done.json["rows"], done.json["episodes"], done.json["layout"]) == (6, 2, "arm")
+    # A second call opens what is there.
+    again = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
+    assert again.json["content"] == done.json["content"]
 
 
 @pytest.mark.parametrize("layout", [["--layout", "robomimic"], []])
@@ -74,31 +93,6 @@ def test_a_name_that_is_not_utf8_is_refused_by_name(command, demos, tmp_path):
     assert done.code == 3
     expected = r"expected names of files in UTF-8, got b'n\xff.h5'"
     assert done.json["error"]["message"] == expected
-
-
-def test_json_describes_the_converted_data_set(command, demos, tmp_path):
-    done = command("convert", demos, "--layout", "robomimic", "--to", tmp_path / "data", "--json")
-    assert (done.code, done.err) == (0, "")
-    data = replaykit.datasets.open(tmp_path / "data")
-    assert done.json == {
-        "name": None,
-        "path": str(tmp_path / "data"),
-        "layout": "robomimic",
-        "rows": 12,
-        "episodes": 3,
-        "bytes": sum(size for _, size, _ in data.published.manifest.files()),
-        "content": data.published.manifest.content_id(),
-        "warnings": [],
-        "guess": None,
-    }
-
-
-def test_json_lists_the_reasons_of_a_guess(command, demos, tmp_path):
-    done = command("convert", demos, "--to", tmp_path / "data", "--json")
-    assert (done.code, done.err, done.json["layout"]) == (0, "", "robomimic")
-    said = command("inspect", demos, "--json").json["guess"]
-    assert done.json["guess"] == {"layout": "robomimic", "reasons": said["reasons"]}
-    assert done.json["guess"]["reasons"][1] == "12 records of 'actions' make 12 rows"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--layout", "robomimic"]])
@@ -129,30 +123,6 @@ def test_unreachable_url_is_named(command, tmp_path, monkeypatch):
             done = command("convert", url, "--to", tmp_path / "data", *arguments)
             assert (done.code, done.err.count("\n")) == (4, 1)
             assert url in done.err
-
-
-def test_policies_are_options(command, demos, tmp_path):
-    with h5py.File(demos, "r+") as file:
-        file["data/demo_2/actions"][1] = np.nan
-        for number in range(3):
-            file[f"data/demo_{number}/states"] = np.ones(
-                (len(file[f"data/demo_{number}/actions"]), 2)
-            )
-    done = command(
-        "convert", demos, "--to", tmp_path / "data", "--json", "--cast", "float64=float32",
-        "--exclude", "next/observation", "--exclude", "state", "--on-invalid", "skip",
-        "--missing", "error", "--constant", "drop", "--workers", 2,
-    )  # fmt: skip
-    assert done.code == 0
-    assert done.json["rows"] == 8
-    assert any("demo_2" in text and "[V20]" in text for text in done.json["warnings"])
-    manifest = replaykit.datasets.open(tmp_path / "data").published.manifest
-    keys = {array.key: str(array.dtype) for array in manifest.arrays}
-    assert keys["action",] == "torch.float32"
-    assert ("next", "observation", "eef") not in keys
-    assert ("state",) not in keys
-    policies = manifest.options["policies"]
-    assert (policies["missing"], policies["constant"]) == ("error", "drop")
 
 
 @pytest.mark.parametrize("name", ["convert", "download"])
@@ -198,54 +168,10 @@ def test_every_option_becomes_its_policy(command, monkeypatch, tmp_path):
     ]  # fmt: skip
 
 
-def test_convert_drops_copies_and_stores_next_observations_once(command, demos, tmp_path):
-    with h5py.File(demos, "r+") as file:
-        for number in range(3):
-            demo = file[f"data/demo_{number}"]
-            demo["next_obs/eef"][:-1] = demo["obs/eef"][1:]
-        del file["data/demo_2"]
-        file.copy("data/demo_0", "data/demo_2")
-    base = ["convert", demos, "--layout", "robomimic", "--json"]
-    whole = command(*base, "--to", tmp_path / "whole").json
-    done = command(*base, "--to", tmp_path / "less", "--copies", "drop", "--repeated", "once").json
-    assert (whole["rows"], done["rows"]) == (13, 8)
-    manifest = replaykit.datasets.open(tmp_path / "less").published.manifest
-    assert [array.key for array in manifest.finals] == [("next", "observation", "eef")]
-    again = command(*base, "--to", tmp_path / "none", "--copies", "error")
-    assert again.code == 3
-    assert "demo_2: it has the observations and actions of" in again.json["error"]["message"]
-
-
-def test_include_keeps_only_the_named_columns(command, demos, tmp_path):
-    done = command("convert", demos, "--to", tmp_path / "data", "--include", "action")
-    assert done.code == 0
-    keys = {
-        array.key for array in replaykit.datasets.open(tmp_path / "data").published.manifest.arrays
-    }
-    assert ("action",) in keys
-    assert not any("observation" in key for key in keys)
-
-
-def test_convert_reads_a_folder_with_a_custom_layout(command, tmp_path):
-    (tmp_path / "arm_layouts.py").write_text(OWN)
-    (tmp_path / "files").mkdir()
-    for name in ("b", "a"):
-        with h5py.File(tmp_path / "files" / f"{name}.h5", "w") as file:
-            file["run1/joints"], file["run1/torque"] = np.eye(4), np.ones((4, 1))
-    layout = f"{tmp_path}/arm_layouts.py:ARM"
-    target = tmp_path / "data"
-    done = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
-    assert done.code == 0
-    assert (done.json["rows"], done.json["episodes"], done.json["layout"]) == (6, 2, "arm")
-    # A second call opens what is there.
-    again = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
-    assert again.json["content"] == done.json["content"]
-
-
-def test_convert_overwrites_a_data_set_only_with_force(command, demos, write_demos, tmp_path):
+def test_convert_overwrites_a_data_set_only_with_force(command, demos, write_robomimic, tmp_path):
     target = tmp_path / "data"
     command("convert", demos, "--to", target)
-    other = write_demos(tmp_path / "other.hdf5", (7, 2))
+    other = write_robomimic(tmp_path / "other.hdf5", (7, 2))
     done = command("convert", other, "--to", target)
     assert done.code == 3
     assert "asked for" in done.err

@@ -70,15 +70,19 @@ def test_interrupted_import_of_the_package_prints_one_sentence(tmp_path, how, wa
     assert err == "replaykit: interrupted: nothing was begun\n"
 
 
-def test_interrupted_import_with_json_prints_a_document(tmp_path):
-    done = subprocess.run(
-        [*PYTHON, *WAYS["the module"], "--json"],
-        env=package(tmp_path, "raise KeyboardInterrupt"),
-        cwd=tmp_path,
+def begun(folder: Path, load: str, way: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PYTHON, *way, *more],
+        env=package(folder, load),
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_interrupted_import_with_json_prints_a_document(tmp_path):
+    done = begun(tmp_path, "raise KeyboardInterrupt", WAYS["the module"], "--json")
     assert (done.returncode, done.stderr) == (130, "")
     assert json.loads(done.stdout)["error"] == {
         "kind": "KeyboardInterrupt",
@@ -87,32 +91,21 @@ def test_interrupted_import_with_json_prints_a_document(tmp_path):
     }
 
 
+ABSENT = "replaykit: a required package cannot be imported: No module named 'absent'\n"
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("load", "code", "out", "err"),
+    ("load", "result"),
     [
-        ("", 7, "run\n", ""),
-        (
-            "import absent",
-            6,
-            "",
-            "replaykit: a required package cannot be imported: No module named 'absent'\n",
-        ),
-        ("raise KeyboardInterrupt", 130, "", "replaykit: interrupted: nothing was begun\n"),
+        ("", (7, "run\n", "")),
+        ("import absent", (6, "", ABSENT)),
+        ("raise KeyboardInterrupt", (130, "", "replaykit: interrupted: nothing was begun\n")),
     ],
 )
-def test_entry_runs_the_command_or_explains_a_failed_import(tmp_path, load, code, out, err, way):
-    environment = package(tmp_path, load)
-    done = subprocess.run(
-        [*PYTHON, *WAYS[way]],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (code, out)
-    assert done.stderr == err
+def test_entry_runs_the_command_or_explains_a_failed_import(tmp_path, load, result, way):
+    done = begun(tmp_path, load, WAYS[way])
+    assert (done.returncode, done.stdout, done.stderr) == result
 
 
 def test_running_command_has_the_default_interrupt_handler(tmp_path):
