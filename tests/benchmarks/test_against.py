@@ -16,9 +16,7 @@ from benchmarks import against
 from benchmarks.against import Lacking, Side, compare_works
 from benchmarks.builds import ROOT, BuildError, resolve
 from benchmarks.contender import Mismatch
-from benchmarks.harness import WARM_UP
 from benchmarks.setting import Setting
-from benchmarks.worker import Worker
 from benchmarks.works import WORKS
 from tests.support.refusals import refuses
 
@@ -85,19 +83,6 @@ def test_a_work_that_the_other_commit_lacks_is_left_out(sides: tuple[Side, Side]
 def test_a_process_that_ends_is_named_and_started_again(sides: tuple[Side, Side]) -> None:
     for _ in range(2):
         refuses(Lacking, "at abc: its process ended with 3", sides[1].check_package)
-
-
-def test_a_worker_makes_checks_and_times_a_contender(setting: Setting) -> None:
-    worker = Worker(setting)
-    [title] = worker.titles("memmap_warm")
-    assert worker.titles("memory") == []
-    worker.make("memmap_warm", title)
-    assert list(setting.scratch.iterdir())
-    spent = worker.turn()
-    assert 0 < len(spent) < WARM_UP
-    assert min(spent) > 0
-    worker.drop()
-    assert not list(setting.scratch.iterdir())
 
 
 def test_every_contender_is_a_title_of_its_work(setting: Setting) -> None:

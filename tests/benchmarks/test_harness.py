@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.contender import Contender, Mismatch, Unavailable, expect
-from benchmarks.harness import Times, compare, quantile, ready, take_turns
+from benchmarks.contender import Contender, Mismatch, Unavailable
+from benchmarks.harness import Times, compare, ready, take_turns
 from benchmarks.laws import expect_frequencies, importance_weights
 from tests.support.refusals import refuses
 
@@ -44,13 +44,6 @@ def test_a_time_is_the_median_of_rounds_and_p99_is_of_single_calls() -> None:
     times = Times(rounds=[1.0, 9.0, 2.0], calls=[float(us) for us in range(1, 201)])
     assert times.median_us == 2.0
     assert times.p99_us == 198.0
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"), [(0.0, 1), (0.05, 1), (0.5, 5), (0.95, 10), (1.0, 10)]
-)
-def test_a_quantile_is_a_value_that_occurred(share: float, expected: int) -> None:
-    assert quantile([3, 1, 2, 4, 6, 5, 10, 9, 8, 7], share) == expected
 
 
 def test_a_ratio_is_that_of_the_same_round() -> None:
@@ -104,11 +97,6 @@ def test_wrong_values_of_replaykit_end_the_measurement() -> None:
     with pytest.raises(Mismatch, match="x differs"):
         ready(Fake("ours", log, Mismatch("x differs")), [Fake("other", log)])
     assert ("other", "made") not in log
-
-
-def test_an_expectation_that_holds_is_silent() -> None:
-    expect(True, "never said")
-    refuses(Mismatch, "said", expect, False, "said")
 
 
 def test_frequency_check_rejects_a_wrong_law() -> None:

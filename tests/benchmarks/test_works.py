@@ -17,7 +17,7 @@ from benchmarks.contender import Mismatch
 from benchmarks.harness import ready
 from benchmarks.holders import RawTorch, Replaykit
 from benchmarks.machine import fingerprint
-from benchmarks.rows import make_transitions, row_bytes
+from benchmarks.rows import make_transitions
 from benchmarks.works import WORKS
 from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
 from benchmarks.works.transitions import Sampling
@@ -240,8 +240,3 @@ def test_contender_with_an_empty_buffer_is_refused() -> None:
     contender.make()
     contender.holder.buffer.empty()  # type: ignore[attr-defined]
     refuses(Mismatch, "holds 0 rows of 1000", contender.check)
-
-
-def test_a_transition_has_ten_leaves_and_170_bytes() -> None:
-    leaves = make_transitions(3)
-    assert (len(leaves), row_bytes(leaves)) == (10, 170)

@@ -141,33 +141,21 @@ def test_every_documented_kind_of_object_comes_back_in_its_place(tmp_path: Path)
 
 @pytest.mark.pitfall("CK7")
 @pytest.mark.parametrize(
-    ("item", "kind"),
+    ("storage", "rows", "named"),
     [
-        (object(), "object"),
-        ({1, 2}, "set"),
-        ([{"a": (1, lambda: None)}], "function"),
-        (np.array(["a"]), "dtype"),
-        (torch.eye(2).to_sparse(), "sparse"),
-        (range(3), "range"),
-        (1j, "complex"),
+        (ListStorage, [torch.zeros(1), "fine", object()], r"\[2\].*object"),
+        (ListStorage, ["fine", [{"a": (1, lambda: None)}]], r"\[1\].*function"),
+        (LazyTensorStorage, {(1, 2): torch.zeros(2)}, r"\(1, 2\)"),
     ],
-    ids=["object", "set", "function", "array", "sparse", "range", "complex"],
+    ids=["object", "function", "key"],
 )
-def test_an_object_that_cannot_be_saved_is_named_before_anything_is_written(
-    item: Any, kind: str, tmp_path: Path
+def test_what_cannot_be_saved_is_named_before_anything_is_written(
+    storage: Any, rows: Any, named: str, tmp_path: Path
 ):
-    """CK7, C3: its position and its type; the directory is not even made."""
-    buffer = ReplayBuffer(storage=ListStorage(50), collate_fn=list)
-    buffer.extend([torch.zeros(1), "fine", torch.zeros(1)])
-    buffer.add(item)
-    refuses(TypeError, rf"\[3\].*{kind}", buffer.dumps, tmp_path / "new")
-    assert os.listdir(tmp_path) == []
-
-
-def test_pytree_keys_that_cannot_be_saved_are_named(tmp_path: Path):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
-    buffer.extend({(1, 2): torch.zeros(2)})
-    refuses(TypeError, r"\(1, 2\)", buffer.dumps, tmp_path / "new")
+    """CK7, C3: its place and its type; the directory is not even made."""
+    buffer = ReplayBuffer(storage=storage(50), collate_fn=list)
+    buffer.extend(rows)
+    refuses(TypeError, named, buffer.dumps, tmp_path / "new")
     assert os.listdir(tmp_path) == []
 
 

@@ -99,19 +99,19 @@ CRAFTED = [
     _set(*GROUP, "columns", value=[]),
     _drop(*GROUP, "records"),
     *[_set(*GROUP, "records", value=v) for v in (5, None, [1], {"$": "tensor", "name": "t1"})],
-    _set("tensors", "t0", "shape", value=[64]),
-    _set("tensors", "t0", "shape", value=[4, 32]),
-    _set("tensors", "t0", "shape", value=[16, 8]),
     _set("tensors", "t0", value=5),
-    _set("tensors", "t0", "dtype", value="load"),
-    _set("tensors", "t0", "dtype", value="float32"),
-    _set("tensors", "t0", "shape", value=[2**62, 2**62]),
-    _set("tensors", "t0", "shape", value=[10**9]),
-    _set("tensors", "t0", "pieces", value=[["data-0123456789ab-00000.bin", 0, 8]]),
-    _set("tensors", "t0", "pieces", value=[]),
+    *[_set("tensors", "t0", "dtype", value=v) for v in ("load", "no_such", "float32", 5)],
+    *[
+        _set("tensors", "t0", "shape", value=v)
+        for v in (3, [], [64], [4, 32], [16, 8], [-1], ["8"], [True], [10**9], [2**62, 2**62])
+    ],
+    *[
+        _set("tensors", "t0", "pieces", value=v)
+        for v in (5, [], [["data-0123456789ab-00000.bin", 0, 8]], [["data", 0]])
+    ],
     *[_set(*PIECE, 0, value=v) for v in ("manifest.json", ["x"])],
-    *[_set(*PIECE, 1, value=v) for v in (-8, 1, 10**15)],
-    *[_set(*PIECE, 2, value=v) for v in (-1, 7, 2**62)],
+    *[_set(*PIECE, 1, value=v) for v in (-8, 1, 10**15, 2**62, 0.0)],
+    *[_set(*PIECE, 2, value=v) for v in (-1, 7, 2**62, "x")],
     _set("parts", "writer", "_kind", value="max_value"),
     _set(*LEDGER, "positions", value=[1, 2]),
     _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),

@@ -36,25 +36,6 @@ def test_newer_format_version_is_named_instead_of_damage(forge: Any, tmp_path: P
     refuses(CheckpointError, "version 7", make().loads, tmp_path)
 
 
-def test_a_checkpoint_is_read_piece_by_piece(tmp_path: Path):
-    parts = {"a": {"t": torch.arange(3), "n": 1}, "b": [torch.zeros(2)]}
-    save_checkpoint(tmp_path, parts, {"note": "text"})
-    with Checkpoint(tmp_path) as saved:
-        saved.verify()
-        assert saved.manifest["note"] == "text"
-        assert saved.part("a")["n"] == 1
-        kept = saved.part("a")["t"]
-        assert saved.part("a", mapped=["t"])["t"].tolist() == [0, 1, 2]
-        refuses(CheckpointError, "'c'", saved.part, "c")
-        saved.part("a", mapped=["t"])["t"].fill_(9)  # stays in this process
-    for file in tmp_path.iterdir():
-        file.unlink()
-    assert kept.tolist() == [0, 1, 2]
-    save_checkpoint(tmp_path, {}, {})
-    with Checkpoint(tmp_path) as empty:
-        empty.verify()
-
-
 def test_copied_tensors_do_not_wait_for_checks_of_earlier_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -33,7 +33,7 @@ from replaykit import (
     Writer,
     filesystem,
 )
-from replaykit.checkpoint import MappedCheckpoint, MappedRows, ReadLater, save_checkpoint
+from replaykit.checkpoint import MappedCheckpoint, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.ledger import Ledger
 from tests.checkpoint.building import overwrite
@@ -54,7 +54,6 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "consuming": lambda: ConsumingSampler(2),
     "staleness": lambda: StalenessAwareSampler(staleness_weight_fn=torch.exp2, version_key="group"),
 }
-READ_LATER = ["consuming", "staleness", "without replacement", "slices without replacement"]
 
 
 def rows(start: int, count: int) -> TensorDict:
@@ -133,31 +132,6 @@ def test_mapped_load_equals_a_plain_load(sampler: str, count: int, tmp_path: Pat
                 buffer.update_priority(batch["index"], torch.linspace(0, 9, len(batch)))
     assert equal(mapped[:], plain[:])
     assert content(tmp_path) == before
-
-
-def test_column_of_many_files_is_mapped_as_one_unread_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    buffer = filled()
-    buffer.dumps(tmp_path)
-    read = []
-    into = filesystem._read_into
-    monkeypatch.setattr(
-        filesystem, "_read_into", lambda view, *place: read.append(len(view)) or into(view, *place)
-    )
-    with MappedCheckpoint(tmp_path) as saved:
-        state = saved.part("storage", mapped=["groups"])
-        names = buffer.storage.schema.leaves
-        columns = dict(zip(names, state["groups"][0]["columns"], strict=True))
-        pixels = columns["pixels",]
-        assert isinstance(pixels, MappedRows)
-        assert len(pixels.pieces) > 40
-        whole = pixels.spanned(CAPACITY + 10)
-    # What does not fill a page, at the end of the last piece.
-    assert sum(read) < os.sysconf("SC_PAGE_SIZE")
-    assert whole.shape == (CAPACITY + 10, 640)
-    assert torch.equal(whole[:CAPACITY], buffer[:]["pixels"])
-    assert not whole[CAPACITY:].any()
 
 
 def test_rows_that_never_fill_whole_pages_are_mapped(tmp_path: Path):
@@ -342,20 +316,6 @@ def test_verify_option_decides_if_checksums_are_compared(tmp_path: Path):
     make().loads(tmp_path, mmap=True)
     buffer.loads(tmp_path, verify=False)
     assert len(buffer) == CAPACITY
-
-
-def test_sampler_state_is_read_at_the_first_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    read, made = ReadLater.read, []
-    monkeypatch.setattr(ReadLater, "read", lambda self: made.append(self) or read(self))
-    for name in READ_LATER:
-        filled(name).dumps(tmp_path / name)
-        mapped = make(name)
-        mapped.loads(tmp_path / name, mmap=True)
-        assert not made
-        mapped.sample()
-        mapped.sample()
-        assert len(made) == 1
-        made.clear()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,34 @@ def kill_at(die_at: int, since: str = "") -> None:
 
     if die_at:
         sys.setprofile(count)
+
+
+class Child:
+    """A process that says over a pipe what it has done.
+
+    Args:
+        work: function that takes the other arguments, and the end of the pipe as ``said``.
+    """
+
+    def __init__(self, context: Any, work: Callable[..., Any], *given: Any, **options: Any) -> None:
+        self.hear, said = context.Pipe(duplex=False)
+        self.process = context.Process(target=work, args=given, kwargs={**options, "said": said})
+        self.process.start()
+        said.close()
+
+    def wait(self) -> None:
+        """Wait until it says that it is ready."""
+        assert self.hear.poll(60)
+        assert self.hear.recv() == "ready"
+
+    def last_said(self, done: Any = -1) -> Any:
+        """What it has said last when it has ended, or been killed."""
+        with contextlib.suppress(EOFError):
+            while True:
+                done = self.hear.recv()
+        self.process.join(60)
+        assert self.process.exitcode in (0, -signal.SIGKILL), (self.process.exitcode, done)
+        return done
 
 
 def child(kind: str, folder: Path, steps: range, said: Any, die_at: int) -> None:

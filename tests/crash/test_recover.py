@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import random
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.crash.recovering import (
     ONCE,
     SHARED,
     SLOTS,
+    Child,
     apply,
     child,
     differences,
@@ -42,21 +41,12 @@ CONTEXT.set_forkserver_preload(["tests.crash.recovering"])
 
 def _forked(kind: str, folder: Path, steps: range, die_at: int, after: float | None) -> int:
     """Has a child work on a folder; returns the last step that it said was done, -1 for none."""
-    reading, said = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=child, args=(kind, folder, steps, said, die_at))
-    process.start()
-    said.close()
-    done = -1
-    with contextlib.suppress(EOFError):
-        assert reading.recv() == "ready"
-        if after is not None:
-            time.sleep(after)
-            process.kill()
-        while True:
-            done = reading.recv()
-    process.join(60)
-    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
-    return done
+    working = Child(CONTEXT, child, kind, folder, steps, die_at=die_at)
+    working.wait()
+    if after is not None:
+        time.sleep(after)
+        working.process.kill()
+    return working.last_said()
 
 
 class _Model:
@@ -174,17 +164,8 @@ def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> se
     for number in range(kills):
         rows = folder / str(number)
         shutil.copytree(folder / "before", rows)
-        hear, said = CONTEXT.Pipe(duplex=False)
         die_at = draw.randrange(1, 5500) if number else 0
-        process = CONTEXT.Process(target=loading, args=(kind, rows, folder / "saved", said, die_at))
-        process.start()
-        said.close()
-        done = -1
-        with contextlib.suppress(EOFError):
-            while True:
-                done = hear.recv()
-        process.join(60)
-        assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+        done = Child(CONTEXT, loading, kind, rows, folder / "saved", die_at=die_at).last_said()
         found = shown(new_buffer(kind, rows))
         gc.collect()
         off = [differences(found, one) for one in wanted]

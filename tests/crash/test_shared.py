@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ import torch
 from replaykit import ReplayBuffer
 from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages import recoverable, recoverable_files, shared_storage
-from tests.crash.recovering import kill_at
+from tests.crash.recovering import Child, kill_at
 from tests.crash.sharing import (
     assert_returns,
     assert_whole,
@@ -109,22 +108,19 @@ def test_concurrent_writers_lose_no_row_and_rows_are_whole(context: Any, tmp_pat
     for folder, dedup in ((None, False), (tmp_path / "rows", False), (None, True)):
         prioritized = folder is not None
         buffer = new_buffer(slots, folder, prioritized=prioritized, dedup=dedup)
-        stop, (hear, said) = context.Event(), context.Pipe(duplex=False)
-        reader = context.Process(target=samples, args=(buffer, stop, said))
+        stop = context.Event()
+        reader = Child(context, samples, buffer, stop)
         writers = [
             context.Process(target=extends, args=(buffer, writer, range(batches)))
             for writer in range(3)
         ]
-        for process in [reader, *writers]:
+        for process in writers:
             process.start()
         for process in writers:
             process.join(120)
             assert process.exitcode == 0
         stop.set()
-        assert hear.poll(60)
-        answer = hear.recv()
-        reader.join(60)
-        assert isinstance(answer, int), answer
+        assert isinstance(reader.last_said(), int)
         total = {w: sum(size_of(w, batch) for batch in range(batches)) for w in range(3)}
         assert buffer.write_count == sum(total.values())
         assert len(buffer) == min(slots, buffer.write_count)
@@ -137,24 +133,14 @@ def killed(
     buffer: ReplayBuffer | Path, context: Any, writer: int, batches: range, draw: random.Random
 ) -> int:
     """Has a process extend until it is killed; returns the last batch that it said was there."""
-    hear, said = context.Pipe(duplex=False)
     by_call = draw.random() < 0.6
     die_at = draw.randrange(1, 4000) if by_call else 0
-    process = context.Process(target=extends, args=(buffer, writer, batches, said, die_at))
-    process.start()
-    said.close()
-    done = batches.start - 1
-    with contextlib.suppress(EOFError):
-        assert hear.poll(60)
-        assert hear.recv() == "ready"
-        if not by_call:
-            time.sleep(draw.random() * 0.05)
-            process.kill()
-        while True:
-            done = hear.recv()
-    process.join(60)
-    assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
-    return done
+    child = Child(context, extends, buffer, writer, batches, die_at=die_at)
+    child.wait()
+    if not by_call:
+        time.sleep(draw.random() * 0.05)
+        child.process.kill()
+    return child.last_said(batches.start - 1)
 
 
 def kill_again_and_again(
@@ -201,28 +187,27 @@ def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
     assert len(raw) == len(buffer)
 
 
-@pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize(
-    ("disk", "method", "kills"), [(False, "fork", 10), (True, "fork", 10), (False, "forkserver", 3)]
+    ("place", "method", "dedup"),
+    [
+        ("memory", "fork", False),
+        ("memory", "fork", True),
+        ("memory", "forkserver", False),
+        ("disk", "fork", False),
+        ("disk", "fork", True),
+        ("joined", "fork", False),
+        ("joined, recovered", "forkserver", False),
+        ("joined, recovered", "fork", True),
+    ],
 )
 def test_killed_writer_does_not_block_others(
-    disk: bool, method: str, kills: int, dedup: bool, tmp_path: Path
+    place: str, method: str, dedup: bool, tmp_path: Path
 ) -> None:
-    buffer = new_buffer(4000, tmp_path / "rows" if disk else None, dedup=dedup)
-    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, int(disk))
-
-
-@pytest.mark.parametrize(
-    ("recover", "method", "dedup"),
-    [(False, "fork", False), (True, "forkserver", False), (True, "fork", True)],
-)
-def test_killed_writer_that_joined_by_path_does_not_block_others(
-    recover: bool, method: str, dedup: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows"
-    buffer = new_buffer(4000, path, recover=recover, dedup=dedup)
+    path = None if place == "memory" else tmp_path / "rows"
+    buffer = new_buffer(4000, path, recover="recovered" in place, dedup=dedup)
     kills = 10 if method == "fork" else 3
-    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, 5, path)
+    joins = path if "joined" in place else None
+    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, 1, joins)
 
 
 def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = False) -> None:
@@ -233,25 +218,16 @@ def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = Fals
     new_buffer(rows, path, recover=True, dedup=dedup).shutdown()
     there = [0, 0, 0]
     for turn in range(rounds):
-        pipes, processes = [], []
-        for writer, batch in enumerate(there):
-            hear, said = context.Pipe(duplex=False)
-            batches = range(batch, batch + 60)
-            processes.append(context.Process(target=extends, args=(path, writer, batches, said)))
-            processes[-1].start()
-            said.close()
-            pipes.append(hear)
-        assert all(hear.poll(60) and hear.recv() == "ready" for hear in pipes)
+        children = [
+            Child(context, extends, path, writer, range(batch, batch + 60))
+            for writer, batch in enumerate(there)
+        ]
+        for child in children:
+            child.wait()
         time.sleep(draw.random() * 0.08)
-        for process in draw.sample(processes, 3):
-            process.kill()
-        done = [batch - 1 for batch in there]
-        for writer, hear in enumerate(pipes):
-            with contextlib.suppress(EOFError):
-                while True:
-                    done[writer] = hear.recv()
-        for process in processes:
-            process.join(60)
+        for child in draw.sample(children, 3):
+            child.process.kill()
+        done = [child.last_said(batch - 1) for child, batch in zip(children, there, strict=True)]
         made = not turn % 2
         buffer = new_buffer(rows, path, recover=True, dedup=dedup) if made else joined(path)
         there = [batches_of(buffer, writer) for writer in range(3)] if len(buffer) else there
@@ -324,25 +300,15 @@ def kill_writers_of_streams(
     buffer = new_buffer(3 * length, folder, recover=joins, length=length)
     there = [0, 0, 0]
     for _ in range(rounds):
-        pipes, processes, dies = [], [], draw.randrange(3)
+        children, dies = [], draw.randrange(3)
         for writer, batch in enumerate(there):
-            hear, said = context.Pipe(duplex=False)
             at = draw.randrange(1, 9000) if writer == dies else 0
-            arguments = folder if joins else buffer, writer, range(batch, batch + 20), said, at
-            processes.append(context.Process(target=extends, args=(*arguments, length)))
-            processes[-1].start()
-            said.close()
-            pipes.append(hear)
-        for writer, (hear, process) in enumerate(zip(pipes, processes, strict=True)):
-            done = there[writer] - 1
-            with contextlib.suppress(EOFError):
-                assert hear.poll(60)
-                assert hear.recv() == "ready"
-                while True:
-                    done = hear.recv()
-            process.join(60)
-            assert process.exitcode == 0 or (writer == dies and process.exitcode == -signal.SIGKILL)
-            assert writer == dies or done == there[writer] + 19
+            given = folder if joins else buffer, writer, range(batch, batch + 20)
+            children.append(Child(context, extends, *given, die_at=at, length=length))
+        for writer, child in enumerate(children):
+            child.wait()
+            done = child.last_said(there[writer] - 1)
+            assert writer == dies or (child.process.exitcode, done) == (0, there[writer] + 19)
             there[writer] = done + 1
         with buffer.storage.lock:
             found = buffer[buffer.storage.ledger.write_order()]
@@ -477,26 +443,6 @@ def test_a_child_of_a_killed_process_does_not_hold_the_lock() -> None:
     assert time.monotonic() - begun < SECOND + 20 * max(before, pause())
     assert numbers_by_writer(buffer) == {0: list(range(6))}
     os.close(leave)
-
-
-def test_stopped_process_without_the_lock_does_not_block_others() -> None:
-    buffer = new_buffer(100)
-    hear, told = os.pipe()
-
-    def work() -> None:
-        buffer.extend(rows(1, 0, 0, 2))
-        os.write(told, b"there")
-        time.sleep(60)
-
-    child = in_child(work)
-    os.read(hear, 5)
-    os.kill(child, signal.SIGSTOP)
-    try:
-        buffer.extend(rows(0, 0, 0, 3))
-        assert numbers_by_writer(buffer) == {0: [0, 1, 2], 1: [0, 1]}
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_children_are_forked_while_a_thread_extends() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from replaykit import native
@@ -80,6 +80,7 @@ change = st.one_of(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=st.lists(change, max_size=25))
+@example(changes=[("write", 0, ROWS)] * 70)  # the journal grows beyond 64 KiB
 def test_core_commits_write_the_same_bytes_as_python(
     changes: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -99,9 +100,8 @@ def test_core_commits_write_the_same_bytes_as_python(
                 opened.put(at, np.full(len(at), arguments[1]) + np.arange(len(at)))
                 answers.append(None)
             elif kind == "many":
-                opened.put(
-                    np.arange(arguments[0])[::2], np.full(-(-arguments[0] // 2), arguments[1])
-                )
+                at = np.arange(0, arguments[0], 2)
+                opened.put(at, np.full(len(at), arguments[1]))
                 answers.append(None)
             elif kind == "large":
                 answers.append(opened.commit(np.arange(arguments[0]), [number]))
@@ -120,19 +120,6 @@ def test_core_commits_write_the_same_bytes_as_python(
         assert np.array_equal(one, other)
 
 
-def test_core_and_python_write_the_same_growing_journal(tmp_path: Path) -> None:
-    homes = list(both(tmp_path, shared=True))
-    for opened in homes:
-        for at in range(70):  # 70 * (2 entries of 48 bytes, 40 rows of 29 bytes) is over 64 KiB
-            opened.write(0, ROWS, at)
-        assert len(opened.home.journal.memory) > 1 << 16
-    assert homes[0].files() == homes[1].files()
-    for opened in homes:
-        opened.home.roll_back()
-        for width, cells in zip(WIDTHS, opened.rows.values(), strict=True):
-            assert cells.tobytes() == bytes(np.arange(ROWS * width, dtype=np.uint8))
-
-
 def test_column_of_the_core_uses_a_grown_journal(tmp_path: Path) -> None:
     home, at = Opened(tmp_path / "home", compiled=True).home, np.arange(10_000)
     home.set(8, at / 2, at)
@@ -144,12 +131,7 @@ def test_column_of_the_core_uses_a_grown_journal(tmp_path: Path) -> None:
 def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     one = Opened(tmp_path / "home", compiled=True, shared=True)
     other = Opened.__new__(Opened)
-    other.rows, other.folder, other.compiled, other.how = (
-        one.rows,
-        one.folder,
-        True,
-        {"shared": True},
-    )
+    vars(other).update(rows=one.rows, folder=one.folder, compiled=True, how={"shared": True})
     other.open()
     assert one.commit(np.arange(5000), []) == 1  # longer than the page that `other` has mapped
     assert other.home.journaled() == (2, 0)
@@ -157,13 +139,6 @@ def test_commit_sees_a_state_grown_by_another_process(tmp_path: Path) -> None:
     assert other.commit(np.arange(5500), [7]) == 3
     assert one.home.states.latest().tolist() == [*range(5500), 7]
     assert States(one.home.folder).sequence == 3
-
-
-def test_durable_commits_do_not_use_the_core(tmp_path: Path) -> None:
-    opened = Opened(tmp_path / "home", compiled=True, durable=True)
-    assert opened.home._commits is None
-    opened.write(0, 3, 9)
-    assert opened.commit(np.array([4]), []) == 1
 
 
 def test_absent_rows_and_elements_are_refused(tmp_path: Path) -> None:
@@ -212,16 +187,11 @@ def test_logged_column_sets_logs_and_marks(tmp_path: Path, wide: bool) -> None:
     opened = Opened(tmp_path / "home", compiled=True, shared=True)
     opened.put(np.arange(40), np.arange(40.0))
     opened.commit(np.array([1]), [])
-    marks, clock, log = (
-        np.zeros(10, np.int64),
-        np.array([7, 0]),
-        native.core.ElementLog(np.zeros(8, np.int64)),
-    )
+    marks, clock = np.zeros(10, np.int64), np.array([7, 0])
+    log = native.core.ElementLog(np.zeros(8, np.int64))
     column = opened.home.column(8, log, marks, 2, clock)
-    at, values = (
-        np.array([39, 2, 39]),
-        np.array([0.1, 0.2, 0.3], np.float64 if wide else np.float32),
-    )
+    at = np.array([39, 2, 39])
+    values = np.array([0.1, 0.2, 0.3], np.float64 if wide else np.float32)
     assert column.set(at, values)
     cells = opened.home.table(8, 40)
     assert [cells[2], cells[39], cells[3]] == [float(values[1]), float(values[2]), 3.0]

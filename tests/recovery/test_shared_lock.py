@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -116,27 +115,6 @@ def test_interrupt_after_a_wait_has_taken_the_file_frees_it(tmp_path: Path) -> N
         other.acquire()
     assert one.acquire(blocking=False)
     one.release()
-
-
-@needs_fork
-def test_lock_of_a_killed_process_is_free_despite_its_forked_child(tmp_path: Path) -> None:
-    lock = new(tmp_path)
-    hear, told = os.pipe()
-    waiting, leave = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(leave)
-        with new(tmp_path):
-            if not os.fork():
-                os.write(told, b"there")
-                os.read(waiting, 1)
-                os._exit(0)
-            os.read(hear, 5)
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert lock.acquire(timeout=30)
-    lock.release()
-    os.close(leave)
 
 
 @needs_fork
