@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -71,3 +75,44 @@ def restarted(state: Any) -> Any:
     assert state["_writer"]["_episodes"]["marks"] == []
     state["_writer"]["_episodes"] |= {"marks": [newest], "codes": [RESTORED]}
     return state
+
+
+def equal(a: TensorDict, b: TensorDict) -> bool:
+    """Whether two TensorDicts have the same keys and values."""
+    keys = set(a.keys(True, True))
+    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
+
+
+def grown(
+    folder: Path, lengths: Collection[int], capacity: int, piece: int
+) -> Callable[[dict[str, Any]], None]:
+    """Return a change for `forge` that gives all tables of these lengths ``capacity`` rows.
+
+    The rows are zero, in files of holes of ``piece`` rows each, but for priorities, which are one.
+    """
+
+    def change(manifest: dict[str, Any]) -> None:
+        parts = manifest["parts"]
+        priorities = parts["sampler"].get("_priorities", {"name": None})["name"]
+        for name, record in manifest["tensors"].items():
+            if not record["shape"] or record["shape"][0] not in lengths:
+                continue
+            record["shape"][0] = capacity
+            width = np.dtype(record["dtype"]).itemsize * math.prod(record["shape"][1:])
+            record["pieces"] = []
+            for first in range(0, capacity, piece):
+                count = min(piece, capacity - first)
+                file = f"data-{manifest['save']}-{len(manifest['files']):05d}.bin"
+                with open(folder / file, "wb") as opened:
+                    os.truncate(opened.fileno(), count * width)
+                    if name == priorities:
+                        opened.write(np.ones(count, record["dtype"]).tobytes())
+                manifest["files"][file] = {"size": count * width, "crc32": 0}
+                record["pieces"].append([file, 0, count])
+        parts["writer"]["_ledger"] |= {
+            "slots": capacity, "length": capacity, "next_position": capacity, "cursor": 0,
+        }  # fmt: skip
+        parts["writer"]["_cursor"] = 0
+        parts["storage"]["rows"] = capacity
+
+    return change

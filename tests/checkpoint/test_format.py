@@ -84,10 +84,6 @@ def test_every_part_of_a_format_version_is_read(format_version: int, tmp_path: P
         assert plain(one.sample()) == plain(other.sample())
 
 
-def test_there_is_a_fixture_of_every_version():
-    assert {path.name for path in FIXTURES.glob("version-*")} == {
-        f"version-{number}" for number in range(1, FORMAT_VERSION + 1)
-    }
 
 
 def rows_of_manifest(folder: Path, record: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -36,7 +36,7 @@ from replaykit import (
 from replaykit.checkpoint import MappedCheckpoint, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.ledger import Ledger
-from tests.checkpoint.building import overwrite
+from tests.checkpoint.building import equal, grown, overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -94,10 +94,6 @@ def filled(sampler: str = "random", count: int = CAPACITY + 1234, **options: Any
 
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def equal(a: Any, b: Any) -> bool:
-    return set(a.keys(True, True)) == set(b.keys(True, True)) and bool((a == b).all())
 
 
 # -- the same buffer ------------------------------------------------------------------------------
@@ -401,37 +397,6 @@ def test_failed_mapping_raises_an_error_and_changes_nothing(
 # -- its cost -------------------------------------------------------------------------------------
 
 
-def _grown(
-    folder: Path, capacity: int, wide: int, piece: int = 16_384
-) -> Callable[[dict[str, Any]], None]:
-    """Turns a checkpoint of 8 rows into one of ``capacity``, in files of holes."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        priorities = manifest["parts"]["sampler"].get("_priorities", {"name": None})["name"]
-        for name, record in manifest["tensors"].items():
-            if record["shape"][:1] != [8]:
-                continue
-            record["shape"][0] = capacity
-            width = wide if len(record["shape"]) > 1 else 8 if record["dtype"] == "int64" else 4
-            record["pieces"] = []
-            for first in range(0, capacity, piece):
-                count = min(piece, capacity - first)
-                file = f"data-{manifest['save']}-{len(manifest['files']):05d}.bin"
-                with open(folder / file, "wb") as opened:
-                    os.truncate(opened.fileno(), count * width)
-                    if name == priorities:
-                        opened.write(torch.ones(count).numpy().tobytes())
-                manifest["files"][file] = {"size": count * width, "crc32": 0}
-                record["pieces"].append([file, 0, count])
-        manifest["parts"]["writer"]["_ledger"] |= {
-            "slots": capacity, "length": capacity, "next_position": capacity, "cursor": 0,
-        }  # fmt: skip
-        manifest["parts"]["writer"]["_cursor"] = 0
-        manifest["parts"]["storage"]["rows"] = capacity
-
-    return change
-
-
 def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(tmp_path: Path, forge: Any):
     """Of 6 GB that take no room on the disk: what is sampled is all that is read."""
     capacity, wide = 1_500_000, 4096
@@ -446,7 +411,7 @@ def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(tmp_path: Path
     small = new(8)
     small.extend(TensorDict({"id": torch.arange(8), "frame": torch.zeros(8, wide).byte()}, [8]))
     small.dumps(tmp_path)
-    forge(tmp_path, _grown(tmp_path, capacity, wide))
+    forge(tmp_path, grown(tmp_path, [8], capacity, 16_384))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 6 * 10**9
     times = []
     for _ in range(3):
@@ -477,7 +442,7 @@ def test_many_rows_open_in_a_fifth_of_a_second_with_more_room(tmp_path: Path, fo
     small = new(8)
     small.extend(TensorDict({"frame": torch.zeros(8, 64).byte()}, [8]))
     small.dumps(tmp_path)
-    forge(tmp_path, _grown(tmp_path, capacity, 64, 2**24))
+    forge(tmp_path, grown(tmp_path, [8], capacity, 2**24))
     times = []
     for room in (1, 2**20, capacity):
         buffer = new(capacity + room)

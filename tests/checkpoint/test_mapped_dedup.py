@@ -15,6 +15,8 @@ from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import equal
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
 
@@ -62,11 +64,6 @@ def rows(kind: str, first: int, count: int) -> TensorDict:
 def reward(rb: ReplayBuffer) -> torch.Tensor:
     """A column that every row has."""
     return rb.storage.require().column(("next", "reward"), rb.storage.ledger.length)
-
-
-def equal(a: TensorDict, b: TensorDict) -> bool:
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +188,8 @@ def test_first_use_finds_inconsistent_tables(damaged: str, tmp_path: Path) -> No
     for rb in (mapped, other):
         rb.loads(tmp_path / "damaged", mmap=True)
         for use in (*USES, *USES):
-            with pytest.raises(
-                CheckpointError, match=r"the references of rows .*, in .*: expected"
-            ):
-                USES[use](rb, kind, tmp_path)
+            named = r"the references of rows .*, in .*: expected"
+            refuses(CheckpointError, named, USES[use], rb, kind, tmp_path)
             assert (len(rb), rb.write_count) == (len(filled), filled.write_count)
             # What every row has is as it was.
             assert torch.equal(reward(rb), reward(filled))

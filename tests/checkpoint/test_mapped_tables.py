@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import CheckpointError
-from tests.checkpoint.building import overwrite
+from tests.checkpoint.building import grown, overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -358,23 +356,7 @@ def test_tables_of_any_size_are_open_in_a_fifth_of_a_second(
     kind.filled(CAPACITY).dumps(tmp_path)
     length = len(kind.filled(CAPACITY))
 
-    def change(manifest: dict[str, Any]) -> None:
-        for number, record in enumerate(manifest["tensors"].values()):
-            if record["shape"][:1] not in ([length], [CAPACITY]):
-                continue
-            record["shape"][0] = capacity
-            width = np.dtype(record["dtype"]).itemsize * math.prod(record["shape"][1:])
-            file = f"data-{manifest['save']}-1{number:04d}.bin"
-            with open(tmp_path / file, "wb") as opened:
-                os.truncate(opened.fileno(), capacity * width)
-            manifest["files"][file] = {"size": capacity * width, "crc32": 0}
-            record["pieces"] = [[file, 0, capacity]]
-        ledger = manifest["parts"]["writer"]["_ledger"]
-        ledger |= {"slots": capacity, "length": capacity, "next_position": capacity}
-        ledger["cursor"] = manifest["parts"]["writer"]["_cursor"] = 0
-        manifest["parts"]["storage"]["rows"] = capacity
-
-    forge(tmp_path, change)
+    forge(tmp_path, grown(tmp_path, [length, CAPACITY], capacity, capacity))
     times = []
     for _ in range(3):
         buffer = kind.make(capacity)

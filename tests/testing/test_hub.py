@@ -5,13 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPResponse, IncompleteRead
-from pathlib import Path
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -76,15 +72,6 @@ def test_commits_are_whole_and_old_ones_stay(hub: LoopbackHub) -> None:
     assert again.commit(REPO, {}) != again.commit(REPO, {})
 
 
-def test_local_files_are_served(hub: LoopbackHub, tmp_path: Path) -> None:
-    path = tmp_path / "big.h5"
-    path.write_bytes(os.urandom((1 << 20) + 17))
-    hub.commit(REPO, {"big.h5": path})
-    answer, body = ask(hub, "GET", f"/datasets/{REPO}/resolve/main/big.h5", Range="bytes=9-")
-    assert body == path.read_bytes()[9:]
-    assert answer.headers["ETag"] == f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"'
-
-
 @pytest.mark.parametrize("where", ["same", "other"])
 def test_redirect_fault_redirects_requests(hub: LoopbackHub, where: str) -> None:
     hub.faults.append(Fault(redirect=where))
@@ -143,37 +130,3 @@ def test_refused_pushes_change_nothing(hub: LoopbackHub) -> None:
     body = commit(key="file", path="c.txt", content=text, encoding="base64", parent=head)
     assert push(hub, "POST", f"{API}/commit/main", body) == 200
     assert hub.files(REPO) == {**FILES, "c.txt": b"text"}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"status": 200}, {"redirect": "elsewhere"}, {"bytes_per_s": 0}, {"cut_after": -1},
-        {"times": -1}, {"delay_s": -0.1},
-    ],
-)  # fmt: skip
-def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    refuses(ValueError, next(iter(wrong)), Fault, **wrong)
-    refuses(ValueError, "page_size", LoopbackHub, page_size=0)
-    refuses(RuntimeError, "with statement", lambda: LoopbackHub().url)
-
-
-def test_close_ends_slow_answers_idle_connections_and_threads() -> None:
-    before = set(threading.enumerate())
-    hub = LoopbackHub({REPO: FILES}).start()
-    hub.faults.append(Fault(bytes_per_s=10))
-    idle = socket.create_connection(("127.0.0.1", hub.port))
-    slow = HTTPConnection("127.0.0.1", hub.port, timeout=10)
-    slow.request("GET", FILE)
-    answer = slow.getresponse()
-    start = time.monotonic()
-    hub.close()
-    assert time.monotonic() - start < 3
-    assert set(threading.enumerate()) - before == set()
-    with pytest.raises((IncompleteRead, ConnectionError)):
-        answer.read()
-    with pytest.raises(ConnectionError):
-        socket.create_connection(("127.0.0.1", hub.port)).close()
-    idle.close()
-    slow.close()
-    hub.close()  # a second time: nothing

@@ -113,42 +113,35 @@ def test_many_warnings_are_folded_and_few_are_open(tmp_path, write_d4rl):
         assert "<details" not in make_page(replace(facts, warnings=()), table)
 
 
+def axes_of(draw):
+    figure = Figure()
+    draw(figure)
+    return figure.axes[0]
+
+
 @pytest.mark.parametrize(
     "actions", [np.zeros(20), np.arange(20) % 3, np.full(20, 1e-12), np.full(20, np.nan)]
 )
 def test_constants_and_discrete_actions_fit_their_plot(actions):
     """A bar for each value, and nothing between them."""
-    figures = []
     for draw in (histogram(actions, "action"), small_histograms(actions[:, None], ["[0]"])):
-        figure = Figure()
-        draw(figure)
-        figures.append(figure)
-    for figure in figures:
-        (axes,) = figure.axes
+        axes = axes_of(draw)
         values, times = np.unique(actions[np.isfinite(actions)], return_counts=True)
-        bars = axes.patches
-        assert [bar.get_height() for bar in bars] == times.tolist()
+        assert [bar.get_height() for bar in axes.patches] == times.tolist()
         if len(values) == 1:
             (label,) = axes.get_xticklabels()
             assert label.get_text() == f"{values[0]:.6g}, always"
         else:
-            assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == values.tolist()
+            middles = [bar.get_x() + bar.get_width() / 2 for bar in axes.patches]
+            assert middles == values.tolist()
 
 
 @pytest.mark.parametrize("returns", [[-8.5, -0.5, 7.9], [0.25, 0.5], [1.5, 1.5001, 90.0]])
 def test_few_values_are_no_solid_block(returns):
-    figure = Figure()
-    histogram(np.array(returns), "return")(figure)
-    (shape,) = figure.axes[0].patches
+    (shape,) = axes_of(histogram(np.array(returns), "return")).patches
     counts = shape.get_data().values
     assert counts.sum() == len(returns)
     assert (counts > 0).mean() < 0.2
-
-
-def test_few_episodes_have_a_tick_each():
-    figure = Figure()
-    lines(np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"])(figure)
-    assert figure.axes[0].get_xticks().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -162,15 +155,12 @@ def test_few_episodes_have_a_tick_each():
 )
 def test_few_numbers_have_a_tick_each(values, ticks):
     """Of more than four, small plots have room for a part."""
-    column, shown = np.array(values).repeat(5)[:, None], {}
-    for name, draw in {
-        "wide": histogram(column[:, 0], "action"),
-        "small": small_histograms(column, ["action"]),
-    }.items():
-        figure = Figure()
-        draw(figure)
-        shown[name] = figure.axes[0].get_xticks().tolist()
-    assert shown == {"wide": list(values), "small": ticks}
+    column = np.array(values).repeat(5)
+    wide, small = histogram(column, "action"), small_histograms(column[:, None], ["action"])
+    assert axes_of(wide).get_xticks().tolist() == list(values)
+    assert axes_of(small).get_xticks().tolist() == ticks
+    returns = lines(np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"])
+    assert axes_of(returns).get_xticks().tolist() == [0, 1]
 
 
 def test_single_episode_is_written_in_the_singular(tmp_path, write_d4rl):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import h5py
@@ -37,6 +38,18 @@ def assert_statistics(facts, rows):
         assert said["std"] == pytest.approx(values.std(dtype=np.float64), abs=1e-7)
 
 
+@contextlib.contextmanager
+def saved(rb, folder):
+    """The facts and the table of a checkpoint of a buffer."""
+    rb.dumps(folder / "saved")
+    with opened(folder / "saved") as found:
+        yield found
+
+
+def prioritized(storage):
+    return TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage, batch_size=4)
+
+
 def test_facts_of_a_corpus_equal_its_source(corpus, tmp_path):
     with opened(str(corpus)) as (facts, table), h5py.File(tmp_path / "source.hdf5") as file:
         demos = [file[f"data/demo_{i}"] for i in range(3)]
@@ -65,8 +78,7 @@ def test_facts_of_a_wrapped_ring_equal_the_newest_rows(tmp_path, transitions, ki
     rb = ReplayBuffer(storage=kind(30))
     rows = transitions(44)
     rb.extend(rows)
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, table):
+    with saved(rb, tmp_path) as (facts, table):
         assert (facts.kind, facts.rows) == ("checkpoint", 30)
         assert facts.about["capacity"] == 30
         assert facts.about["written"] == 44
@@ -84,13 +96,10 @@ def test_facts_of_a_wrapped_ring_equal_the_newest_rows(tmp_path, transitions, ki
 
 
 def test_facts_contain_priorities_of_a_checkpoint(tmp_path, transitions):
-    rb = TensorDictPrioritizedReplayBuffer(
-        alpha=0.6, beta=0.4, storage=LazyTensorStorage(50), batch_size=4
-    )
+    rb = prioritized(LazyTensorStorage(50))
     rb.extend(transitions(20))
     rb.update_priority(torch.arange(20), torch.linspace(0.1, 2, 20))
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, table):
+    with saved(rb, tmp_path) as (facts, table):
         np.testing.assert_allclose(table.priorities, np.linspace(0.1, 2, 20), rtol=1e-6)
         assert facts.about["priorities"] == "alpha 0.6, beta 0.4, eps 1e-08"
 
@@ -100,8 +109,7 @@ def test_facts_of_lanes_equal_the_rows(tmp_path, transitions):
     lanes = [transitions(10, end=5, seed=seed) for seed in range(2)]
     rows = torch.stack(lanes)
     rb.extend(rows)
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, table):
+    with saved(rb, tmp_path) as (facts, table):
         assert facts.rows == 20
         assert facts.about["lanes"] == [2]
         assert facts.episodes.lengths.tolist() == [5, 5, 5, 5]
@@ -117,16 +125,14 @@ def test_facts_of_observations_stored_once_equal_the_rows(tmp_path, transitions)
     rows["next", "observation"][:-1] = rows["observation"][1:]
     rb = ReplayBuffer(storage=LazyTensorStorage(30, dedup_next=True))
     rb.extend(rows)
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, _):
+    with saved(rb, tmp_path) as (facts, _):
         assert_statistics(facts, rows)
 
 
 def test_facts_of_a_list_warn_of_several_layouts(tmp_path):
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend([torch.ones(2), torch.ones(3), torch.ones(2)])
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, _):
+    with saved(rb, tmp_path) as (facts, _):
         assert (facts.rows, facts.keys) == (3, ())
         assert any("2 layouts" in text for text in facts.warnings)
 
@@ -134,33 +140,23 @@ def test_facts_of_a_list_warn_of_several_layouts(tmp_path):
 def test_facts_of_a_key_without_elements_have_no_numbers(tmp_path, transitions):
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(transitions(4, nothing=torch.zeros(4, 3, 0)))
-    rb.dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, table):
+    with saved(rb, tmp_path) as (facts, table):
         (key,) = [key for key in facts.keys if key.key == "nothing"]
         assert (key.shape, key.rows, key.statistics["min"]) == ((3, 0), 4, None)
         assert table.columns["nothing"].episode(0, 9).shape == (4, 3, 0)
 
 
 def test_facts_of_an_empty_buffer_have_no_rows(tmp_path):
-    ReplayBuffer(storage=LazyTensorStorage(10)).dumps(tmp_path / "saved")
-    with opened(tmp_path / "saved") as (facts, _):
+    with saved(ReplayBuffer(storage=LazyTensorStorage(10)), tmp_path) as (facts, _):
         assert (facts.rows, facts.keys, facts.episodes) == (0, (), None)
 
 
 @pytest.mark.parametrize("once", [False, True])
 def test_facts_of_a_recoverable_buffer_equal_the_rows(tmp_path, transitions, once):
     def made():
-        return TensorDictPrioritizedReplayBuffer(
-            alpha=0.6,
-            beta=0.4,
-            storage=LazyMemmapStorage(
-                100,
-                scratch_dir=tmp_path / "b",
-                recover=True,
-                dedup_next=once,
-                on_mismatch="dense",
-            ),
-            batch_size=4,
+        options = {"dedup_next": once, "on_mismatch": "dense"}
+        return prioritized(
+            LazyMemmapStorage(100, scratch_dir=tmp_path / "b", recover=True, **options)
         )
 
     rows = transitions(25)
