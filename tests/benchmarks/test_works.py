@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,14 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.calibration import Calibration, save
-from benchmarks.contender import Mismatch
-from benchmarks.harness import ready
+from benchmarks.contender import Contender, Mismatch
+from benchmarks.harness import ready, take_turns
 from benchmarks.holders import RawTorch, Replaykit
 from benchmarks.machine import fingerprint
 from benchmarks.rows import make_transitions
-from benchmarks.works import WORKS
+from benchmarks.setting import Setting
+from benchmarks.works import WORKS, calls
+from benchmarks.works.growing import AHEAD, RemoteSampling
 from benchmarks.works.prioritized import PrioritizedReplaykit, Stepping
 from benchmarks.works.transitions import Sampling
 from benchmarks.works.trees import BinaryTree, Drawing, SumTree, Updating
@@ -240,3 +246,65 @@ def test_contender_with_an_empty_buffer_is_refused() -> None:
     contender.make()
     contender.holder.buffer.empty()  # type: ignore[attr-defined]
     refuses(Mismatch, "holds 0 rows of 1000", contender.check)
+
+
+class Known(Contender):
+    """Make two Python calls and three C calls, and its own call."""
+
+    name = "known"
+
+    def make(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def timed(self) -> Callable[[Any], Any]:
+        def step() -> int:
+            return len("row")
+
+        def work(_: Any) -> int:
+            return step() + step() + abs(-1)
+
+        return work
+
+
+def test_calls_of_python_and_of_c_are_counted_apart() -> None:
+    assert calls.count_calls(Known()) == (3, 3)
+    assert sys.getprofile() is None
+
+
+@pytest.mark.programs
+def test_two_runs_count_the_same_calls(tmp_path: Path) -> None:
+    setting = Setting(rows=1000, images=100, rounds=1, threads=1, scratch=tmp_path)
+    first, second = calls.run(setting), calls.run(setting)
+    assert first == second
+    assert [line.work for line in first] == list(calls.asked(setting))
+    assert all(isinstance(line.value, int) and line.value > 10 for line in first)
+
+
+SECONDS = 0.004
+
+
+class Pipeline:
+    """Serves one request after the other, SECONDS each, with AHEAD of them under way."""
+
+    def __init__(self, leaves: Any) -> None:
+        self.due: deque[float] = deque()
+        self.last = 0.0
+
+    def sampler(self) -> Callable[[Any], None]:
+        return self.sample
+
+    def sample(self, _: Any) -> None:
+        while len(self.due) <= AHEAD:
+            self.last = max(self.last, time.perf_counter()) + SECONDS
+            self.due.append(self.last)
+        time.sleep(max(0.0, self.due.popleft() - time.perf_counter()))
+
+
+def test_timing_excludes_batches_prepared_before_the_turn() -> None:
+    """A sample of a full pipeline takes as long as the actor needs for one, and no less."""
+    kind: Any = Pipeline
+    work = RemoteSampling(kind, "pipeline", {"x": torch.zeros(1)}, AHEAD)
+    work.make()
+    times = take_turns({"pipeline": work}, rounds=7)["pipeline"]
+    assert statistics.median(times.rounds) > 0.85 * SECONDS * 1e6

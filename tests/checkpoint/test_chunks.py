@@ -119,9 +119,6 @@ def test_the_number_of_files_is_bounded():
         assert total / chunk_bytes(total) <= 256
 
 
-# -- reading rows ---------------------------------------------------------------------------------
-
-
 @ignore_complex32
 @pytest.mark.parametrize("dtype", [torch.int64, *EXOTIC], ids=str)
 @given(
@@ -148,9 +145,6 @@ def test_rows_in_pieces_read_like_one_tensor(
         assert equal(pieces[index], torch.stack(expected) if expected else whole[:0])
         for row in range(len(whole)):
             assert equal(pieces[row], whole[row])
-
-
-# -- through a buffer -----------------------------------------------------------------------------
 
 
 @ignore_complex32
@@ -187,27 +181,6 @@ def test_a_checkpoint_of_many_files_goes_into_every_storage_and_capacity(
         for slot, number in enumerate(ids[capacity]):
             for key in columns:
                 assert equal(loaded.storage[slot][key], data[key][number])
-
-
-def test_large_tensors_inside_of_objects_and_states_are_read_whole(
-    monkeypatch: Any, tmp_path: Path
-):
-    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
-    items = [{"a": torch.arange(50), "b": [torch.arange(50).numpy()]}, torch.arange(70), "text"]
-    buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
-    buffer.extend(items)
-    buffer.dumps(tmp_path)
-    loaded = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
-    loaded.loads(tmp_path)
-    first, second, third = loaded[:]
-    assert torch.equal(first["a"], items[0]["a"])
-    assert first["b"][0].tolist() == list(range(50))
-    assert torch.equal(second, items[1])
-    assert third == "text"
-    for file in tmp_path.glob("data-*"):
-        file.write_bytes(b"")
-    assert int(first["a"].sum()) == 1225
-    first["a"] += 1
 
 
 @given(

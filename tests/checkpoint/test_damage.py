@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,16 @@ from replaykit import (
     Storage,
     TensorDictMaxValueWriter,
     TensorStorage,
+    native,
 )
-from replaykit.checkpoint import checkpoint_versions, dirty_chunks
+from replaykit.checkpoint import (
+    Checkpoint,
+    checkpoint_versions,
+    chunks,
+    dirty_chunks,
+    reader,
+    save_checkpoint,
+)
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import flipped
 from tests.checkpoint.values import plain, state_of
@@ -212,9 +221,6 @@ def test_an_empty_path_is_not_the_current_directory(
     assert checkpoint_versions(tmp_path) == [1]
 
 
-# -- every kind of buffer --------------------------------------------------------------------------
-
-
 SLOTS = 24
 
 
@@ -296,3 +302,33 @@ def test_load_names_the_damaged_file_of_every_kind_of_buffer(kind: str, tmp_path
     assert plain(live.sample().to_dict()) == plain(source.sample().to_dict())
     for one in (source, live):
         one.shutdown()
+
+
+def test_copied_tensors_do_not_wait_for_checks_of_earlier_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Priorities lie behind all rows, and are wanted before them."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 64)
+    save_checkpoint(tmp_path, {"a": {"t": torch.arange(400)}, "b": {"t": torch.arange(3)}}, {})
+    assert len(list(tmp_path.glob("*.bin"))) > 5
+    continues = threading.Event()
+
+    def crc32(data: Any, value: int = 0) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert continues.wait(20)
+        return native.crc32(data, value)
+
+    monkeypatch.setattr(reader, "crc32", crc32)
+    with Checkpoint(tmp_path) as saved:
+        saved.verify(wait=False)
+        assert saved.part("b")["t"].tolist() == [0, 1, 2]
+        continues.set()
+        saved.verify()
+    last = max(tmp_path.glob("*.bin"))
+    last.write_bytes(last.read_bytes()[:-1] + b"\1")
+    with Checkpoint(tmp_path) as saved:
+        continues.clear()
+        saved.verify(wait=False)
+        refuses(CheckpointError, last.name, saved.part, "b")
+        continues.set()
+        refuses(CheckpointError, last.name, saved.verify)

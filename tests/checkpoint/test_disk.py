@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,45 @@ def test_a_full_disk_found_when_a_file_is_closed_leaves_no_litter(monkeypatch: A
         make(8).dumps(tmp_path)
     assert failed == ["close", "close"]
     assert set(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.pitfall("CK1")
+def test_saves_and_loads_at_once_see_whole_checkpoints(tmp_path: Path):
+    """CK1, C12: of saves to one path each is whole; loads read one of them."""
+    path = tmp_path / "shared"
+    make(8, start=100).dumps(path)
+    wrong: list[Any] = []
+
+    def save_often(number: int) -> None:
+        for turn in range(12):
+            start = 1000 * number + 10 * turn
+            make(8, start=start).dumps(path)
+
+    def load_often() -> None:
+        buffer = make()
+        for _ in range(25):
+            buffer.loads(path)
+            ids = buffer["id"].tolist()
+            if ids != list(range(ids[0], ids[0] + 8)) or ids[0] % 10:
+                wrong.append(ids)
+            if buffer["next", "x"].flatten().tolist() != [float(i) for i in ids]:
+                wrong.append(ids)
+
+    errors: list[BaseException] = []
+
+    def guarded(call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    calls = [lambda: save_often(1), lambda: save_often(2), load_often, load_often]
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (errors, wrong) == ([], [])
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(os.listdir(path)) == {"manifest.json", ".lock", *manifest["files"]}

@@ -21,8 +21,11 @@ from replaykit import (
 )
 from replaykit.checkpoint import FORMAT_VERSION, checkpoint_versions
 from replaykit.checkpoint.dirty_chunks import RECORDS, Changes, TrackedTensor
+from replaykit.errors import CheckpointError
 from tests.checkpoint import make_parts
+from tests.checkpoint.building import make, save
 from tests.checkpoint.values import plain
+from tests.support.refusals import refuses
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -82,8 +85,6 @@ def test_every_part_of_a_format_version_is_read(format_version: int, tmp_path: P
     for one, other in zip(*map(make_parts.buffers, (found, wanted)), strict=True):
         assert plain(list(one.storage)) == plain(list(other.storage))
         assert plain(one.sample()) == plain(other.sample())
-
-
 
 
 def rows_of_manifest(folder: Path, record: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -177,3 +178,19 @@ def test_padding_is_zero_in_chunks_that_were_overwritten_while_they_were_saved()
         frozen.read("records", 0, len(rows), found)
     assert (found[:, :13] == 255).all()
     assert (found[:, 13:] == 0).all()
+
+
+@pytest.mark.pitfall("CK10")
+def test_newer_format_version_is_named_instead_of_damage(forge: Any, tmp_path: Path):
+    """CK10: the message says which version wrote it and which one reads it."""
+    save(tmp_path)
+    forge(tmp_path, lambda m: m.update(format_version=FORMAT_VERSION + 1, library_version="9.9"))
+    with pytest.raises(
+        RuntimeError, match=rf"version {FORMAT_VERSION + 1}.*up to {FORMAT_VERSION}.*replaykit 9\.9"
+    ):
+        make().loads(tmp_path)
+    # Also where the newer version puts its checksum somewhere else.
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": "replaykit-checkpoint", "format_version": 7})
+    )
+    refuses(CheckpointError, "version 7", make().loads, tmp_path)

@@ -96,9 +96,6 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-# -- the same buffer ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sampler", "count"),
     [
@@ -241,9 +238,6 @@ def test_updates_of_unread_priorities_equal_a_plain_load(tmp_path: Path):
     assert first == second
 
 
-# -- the files ------------------------------------------------------------------------------------
-
-
 def test_mapped_buffer_survives_removal_of_the_checkpoint(tmp_path: Path):
     buffer = filled()
     buffer.dumps(tmp_path / "saved")
@@ -335,7 +329,42 @@ def test_first_sample_finds_inconsistent_sampler_state(
         refuses(CheckpointError, rf"{match}, in {tmp_path}/data-.*: expected", mapped.sample)
 
 
-# -- what cannot be -------------------------------------------------------------------------------
+def opened_without_priorities(folder: Path) -> ReplayBuffer:
+    """A full buffer whose priorities are not numbers, opened in place."""
+    filled("prioritized").dumps(folder)
+    overwrite(folder, "sampler", "_priorities", value=b"\xff" * 4)
+    mapped = make("prioritized")
+    mapped.loads(folder, mmap=True)
+    return mapped
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda rb: rb.extend(rows(900, 3)),
+        lambda rb: rb.add(rows(900, 1)[0]),
+        lambda rb: rb.writer.extend(rows(900, 3)),
+        lambda rb: rb.writer.write_at(torch.tensor([3, 7]), rows(900, 2)),
+        lambda rb: rb.storage.set(torch.tensor([3, 7]), rows(900, 2)),
+    ],
+)
+def test_write_reads_saved_priorities_before_it_changes_anything(
+    write: Callable[[ReplayBuffer], Any], tmp_path: Path
+):
+    mapped = opened_without_priorities(tmp_path)
+    ledger, before = mapped.storage.ledger, mapped[:].clone()
+    counted = mapped.write_count, ledger.next_position, ledger.cursor
+    for _ in range(2):
+        refuses(CheckpointError, "the priorities of the checkpoint", write, mapped)
+        assert equal(mapped[:], before)
+        assert (mapped.write_count, ledger.next_position, ledger.cursor) == counted
+
+
+def test_empty_discards_invalid_unread_priorities(tmp_path: Path):
+    mapped = opened_without_priorities(tmp_path)
+    mapped.empty()
+    mapped.extend(rows(0, 20))
+    assert mapped.sample()["priority_weight"].tolist() == [1.0] * 32
 
 
 def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
@@ -392,9 +421,6 @@ def test_failed_mapping_raises_an_error_and_changes_nothing(
     assert caught.value.filename == str(tmp_path)
     assert not buffer.storage.initialized
     assert buffer.sampler.alpha == 0.9
-
-
-# -- its cost -------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_gigabytes_is_open_in_a_fifth_of_a_second(tmp_path: Path, forge: Any):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
+from replaykit.checkpoint import ReadLater
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import equal
 from tests.support.refusals import refuses
@@ -137,6 +139,43 @@ def test_any_first_use_of_a_mapped_load_equals_a_plain_load(
     assert equal(mapped[:], plain[:])
     assert equal(mapped.sample(), plain.sample())
     assert mapped.storage.overflow_rows == plain.storage.overflow_rows > 0
+
+
+def test_late_read_by_another_thread_keeps_rows_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = make("ring")
+    filled.extend(rows("ring", 0, 150))
+    filled.dumps(tmp_path)
+    mapped, plain = make("ring"), make("ring")
+    mapped.loads(tmp_path, mmap=True)
+    plain.loads(tmp_path)
+    reading, go_on = threading.Event(), threading.Event()
+    original = ReadLater.read
+
+    def read(self: ReadLater[Any]) -> Any:
+        found = original(self)
+        if threading.current_thread() is asking:
+            reading.set()
+            go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(ReadLater, "read", read)
+    asking = threading.Thread(target=lambda: mapped.storage.overflow_rows)
+    writing = threading.Thread(target=lambda: mapped.extend(rows("ring", 150, 30)))
+    asking.start()
+    assert reading.wait(10)
+    writing.start()
+    writing.join(0.2)
+    go_on.set()
+    for thread in (asking, writing):
+        thread.join(10)
+        assert not thread.is_alive()
+    plain.extend(rows("ring", 150, 30))
+    assert mapped.storage.overflow_rows == plain.storage.overflow_rows
+    for buffer in (mapped, plain):
+        buffer.extend(rows("ring", 180, 25))
+    assert equal(mapped[:], plain[:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

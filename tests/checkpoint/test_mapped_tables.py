@@ -22,6 +22,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from replaykit.checkpoint import ReadLater
+from replaykit.episodes import EpisodeIndex
 from replaykit.errors import CheckpointError
 from tests.checkpoint.building import grown, overwrite
 from tests.support.refusals import refuses
@@ -207,6 +208,28 @@ def test_buffer_mapped_in_inference_mode_can_be_emptied(name: str, tmp_path: Pat
         buffer.empty()
         buffer.extend(rows(8000, 100))
     same(mapped, plain)
+
+
+@pytest.mark.parametrize("kind", [Kind(RoundRobinWriter), KINDS["ranked"]])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_write_after_a_failed_first_write_rebuilds_the_episodes(
+    kind: Kind, mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kind.filled().dumps(tmp_path)
+    interrupted, other = kind.make(), kind.make()
+    interrupted.loads(tmp_path, mmap=mmap)
+    other.loads(tmp_path)
+    before, after = interrupted[:].clone(), rows(20_000, 12)
+
+    def rebuild(self: EpisodeIndex) -> None:
+        raise MemoryError("no memory for an index")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EpisodeIndex, "_rebuild", rebuild)
+        refuses(MemoryError, "for an index", interrupted.extend, after)
+    assert bool((interrupted[:] == before).all())
+    assert torch.equal(interrupted.extend(after), other.extend(after))
+    same(interrupted, other)
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,6 @@ def test_next_save_contains_every_change(
             player.views = []
 
 
-# -- what is written -------------------------------------------------------------------------------
-
-
 def written(folder: Path, save: Callable[[], None]) -> int:
     """How many bytes a save adds to a directory."""
     before = set(os.listdir(folder)) - {"manifest.json"}
@@ -388,9 +385,6 @@ def test_copy_of_a_buffer_saves_everything(tmp_path: Path):
     assert state_of(loaded)["_storage"] == state_of(buffer)["_storage"]
 
 
-# -- while others go on ----------------------------------------------------------------------------
-
-
 class Gate:
     """Stops a save before a file gets its bytes."""
 
@@ -494,9 +488,6 @@ def test_later_state_wins_when_two_saves_run_at_once(tmp_path: Path):
     for thread in threads:
         thread.join(60)
     assert not wrong
-
-
-# -- versions --------------------------------------------------------------------------------------
 
 
 def test_the_last_checkpoints_are_kept(tmp_path: Path):

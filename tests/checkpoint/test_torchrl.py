@@ -70,9 +70,6 @@ def edit(file: Path, **entries: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
-# -- what TorchRL wrote ---------------------------------------------------------------------------
-
-
 def check_prioritized(folder: Path) -> None:
     buffer = read_torchrl(folder)
     assert type(buffer.storage) is LazyTensorStorage
@@ -162,9 +159,6 @@ def test_read_buffer_continues_with_the_saved_generator_state():
     )
 
 
-# -- where it goes --------------------------------------------------------------------------------
-
-
 def test_read_torchrl_writes_rows_into_a_scratch_dir(tmp_path: Path):
     buffer = read_torchrl(FIXTURES / "torchrl_random", scratch_dir=tmp_path / "rows")
     assert type(buffer.storage) is LazyMemmapStorage
@@ -222,9 +216,6 @@ def test_buffer_read_from_torchrl_can_be_saved_and_loaded(tmp_path: Path):
     other.loads(tmp_path)
     for _ in range(3):
         assert bool((other.sample() == buffer.sample()).all())
-
-
-# -- forms of the files ---------------------------------------------------------------------------
 
 
 def column(folder: Path, key: str, values: torch.Tensor) -> dict[str, Any]:
@@ -368,8 +359,6 @@ def test_sampling_probabilities_equal_the_saved_ones(alpha: float, tmp_path: Pat
         max(3.0, float(raw.max()) if alpha else 0)
     )
 
-
-# -- what is not taken for it ---------------------------------------------------------------------
 
 FILES = sorted(
     str(file.relative_to(FIXTURES / "torchrl_prioritized"))

@@ -40,8 +40,9 @@ def test_undo_restores_all_saved_rows(
                 some = data.draw(st.lists(st.integers(0, rows - 1), max_size=rows, unique=True))
                 journal.save(sequence, target, arrays[target], np.array(some, np.int64))
                 arrays[target][some] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()):
-            continue  # committed: the next operation has another number
+        if data.draw(st.booleans()):  # committed: its entries mean nothing to the next operation
+            assert not journal.undo(sequence + 1, arrays)
+            continue
         again = new(tmp_path, durable=data.draw(st.booleans()))
         again.undo(sequence, arrays)
         again.undo(sequence, arrays)  # an undo that was cut off is done again

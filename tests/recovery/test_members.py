@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -29,23 +28,6 @@ def test_deleted_member_leaves_the_registry(tmp_path: Path) -> None:
     member = ProcessRegistry(tmp_path / "members")
     del member
     assert ProcessRegistry.is_unused(tmp_path / "members")
-
-
-@needs_fork
-def test_killed_process_leaves_the_registry(tmp_path: Path) -> None:
-    path = tmp_path / "members"
-    hear, told = os.pipe()
-    child = os.fork()
-    if not child:
-        member = ProcessRegistry(path)
-        os.write(told, b"there")
-        signal.pause()
-        member.drop()
-    os.read(hear, 5)
-    assert not ProcessRegistry.is_unused(path)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert ProcessRegistry.is_unused(path)
 
 
 @needs_fork

@@ -23,16 +23,6 @@ def new(folder: Path) -> SharedLock:
     return SharedLock(folder / "lock", nothing, nothing)
 
 
-def test_nested_acquisitions_call_enter_and_settle_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    lock = SharedLock(tmp_path / "lock", lambda: said.append("in"), lambda: said.append("out"))
-    with lock, lock:
-        assert said == ["in"]
-        assert lock.acquire(blocking=False)
-        lock.release()
-    assert said == ["in", "out"]
-
-
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
     one, other = new(tmp_path), new(tmp_path)
     with one:

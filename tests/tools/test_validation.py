@@ -8,7 +8,7 @@ import pytest
 
 from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from replaykit.datasets.dataset_passes import ensure_split
-from replaykit.inspection import validate
+from replaykit.inspection import opened, validate
 from tests.support.refusals import refuses
 
 
@@ -35,6 +35,8 @@ def test_whole_corpus_passes_validation(corpus, tmp_path):
     assert sum(seen) > sum((corpus / name).stat().st_size for name in files_of(corpus))
     split = ensure_split(corpus, tmp_path / "split", progress=False).path
     assert wrong(split) == []
+    with opened(split) as (facts, _):
+        assert (facts.rows, len(facts.episodes)) == (12, 3)
 
 
 def test_a_flipped_bit_of_any_file_names_the_file(corpus):
@@ -168,9 +170,6 @@ def test_nan_in_an_action_is_found(corpus):
     record["options"]["policies"]["on_invalid"] = "keep"
     manifest.write_text(json.dumps(record))
     assert wrong(corpus) == []
-
-
-# -- checkpoints and buffers -------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import h5py
 import numpy as np
@@ -121,9 +120,6 @@ def test_no_traceback_unless_asked_for(command, tmp_path):
     done = command("inspect", tmp_path / "absent", "--debug")
     assert "Traceback" in done.err
     assert done.err.endswith(f"replaykit: {tmp_path}/absent is not there\n")
-
-
-# -- datasets and download -----------------------------------------------------------------------
 
 
 def test_datasets_lists_every_family_and_id(command, tmp_path):
@@ -256,9 +252,6 @@ def test_failed_download_is_one_sentence_with_an_exit_code(command, hub, tmp_pat
     assert not (root / other).exists()
 
 
-# -- processes -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unloaded(monkeypatch):
     """The modules of the command are imported again."""
@@ -316,6 +309,19 @@ sys.exit(main())
 """
 
 
+def interrupted(until, *program):
+    """What a program prints to stderr that gets SIGINT once that is so."""
+    running = subprocess.Popen(
+        [sys.executable, *map(str, program)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_for(until, running)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, ""), err
+    return err
+
+
 def test_an_interrupted_conversion_publishes_nothing_and_can_be_run_again(command, tmp_path):
     """By SIGINT, in the middle of writing, with workers; what is left is what was there."""
     rows = 40_000
@@ -328,18 +334,7 @@ def test_an_interrupted_conversion_publishes_nothing_and_can_be_run_again(comman
             file["terminals"] = np.arange(rows) % 1000 == 999
     target = tmp_path / "data"
     arguments = ["convert", tmp_path / "files", "--layout", "d4rl", "--to", target, "--workers", 2]
-    running = subprocess.Popen(
-        [sys.executable, "-c", LINGERS, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".data.tmp*/*")) and time.monotonic() < deadline:
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.005)
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 130, (out, err)
-    assert out == ""
+    err = interrupted(lambda: list(tmp_path.glob(".data.tmp*/*")), "-c", LINGERS, *arguments)
     assert err == (
         f"replaykit: interrupted: nothing was published at {target}, and nothing there was "
         "changed; the same command continues the conversion\n"
@@ -365,20 +360,13 @@ def test_an_interrupted_download_keeps_whole_files(command, tmp_path, monkeypatc
         for name, value in hub.env(cache).items():
             monkeypatch.setenv(name, value)
         hub.faults.append(Fault(path=cut, method="GET", bytes_per_s=500))
-        running = subprocess.Popen(
-            [sys.executable, "-m", "replaykit", "download", f"roboset:{ROBOSET}", "--root", root],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
         # A file of the snapshot is one that is whole. Unlike glob, rglob fails if one of the
         # client's temporary folders vanishes on the way.
         whole = f"hub/*/snapshots/*/{ROBOSET}"
-        wait_for(
-            lambda: bodies_of(hub) == [1, 1] and list(cache.glob(f"{whole}/seed0/*.h5")), running
+        err = interrupted(
+            lambda: bodies_of(hub) == [1, 1] and list(cache.glob(f"{whole}/seed0/*.h5")),
+            *("-m", "replaykit", "download", f"roboset:{ROBOSET}", "--root", root),
         )
-        time.sleep(0.2)
-        os.killpg(running.pid, signal.SIGINT)
-        out, err = running.communicate(timeout=60)
-        assert (running.returncode, out) == (130, ""), err
         assert err == (
             "replaykit: interrupted: fetched files are kept, and the same command fetches the "
             "rest; an interrupted file of a Hub begins again; nothing was published\n"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import h5py
@@ -17,6 +15,7 @@ import pytest
 import replaykit.datasets
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.datasets import Policies
+from tests.datasets.families import test_minari_arrow, test_rlds, test_zarr
 from tests.support import LoopbackHub
 from tests.tools.test_layouts import OWN
 
@@ -71,15 +70,6 @@ def test_convert_reads_a_folder_with_a_custom_layout(command, tmp_path):
     # A second call opens what is there.
     again = command("convert", tmp_path / "files", "--layout", layout, "--to", target, "--json")
     assert again.json["content"] == done.json["content"]
-
-
-@pytest.mark.parametrize("layout", [["--layout", "robomimic"], []])
-def test_a_pipe_is_refused_and_not_waited_for(command, demos, tmp_path, layout):
-    os.mkfifo(tmp_path / "pipe.h5")
-    made = ["--to", tmp_path / "data", "--json", "--on-invalid", "skip"]
-    done = command("convert", tmp_path / "pipe.h5", *layout, *made)
-    assert done.code == 3
-    assert "pipe.h5: expected a file, got a pipe" in done.json["error"]["message"]
 
 
 def test_a_name_that_is_not_utf8_is_refused_by_name(command, demos, tmp_path):
@@ -181,9 +171,6 @@ def test_convert_overwrites_a_data_set_only_with_force(command, demos, write_rob
     assert len(replaykit.datasets.open(target)) == 9
 
 
-# -- inspect and validate ------------------------------------------------------------------------
-
-
 def test_inspect_gives_the_same_facts_as_text_and_json(command, demos):
     done = command("inspect", demos, "--episodes", 2)
     assert (done.code, done.err) == (0, "")
@@ -263,13 +250,35 @@ def test_checkpoints_are_inspected_and_validated(command, tmp_path):
     assert command("inspect", tmp_path / "saved").code == 3
 
 
-def test_split_data_set_can_be_inspected_and_validated(command, demos, tmp_path):
-    from replaykit.datasets.dataset_passes import ensure_split
+SETS = {
+    "zarr": (test_zarr.write, 20, "3 episodes of layout zarr without a fault"),
+    "zarr.zip": (test_zarr.write, 20, "3 episodes of layout zarr without a fault"),
+    "minari-arrow": (
+        lambda path: test_minari_arrow.write(path, "arrow"), 14,
+        "3 episodes of layout minari-arrow without a fault",
+    ),
+    "rlds": (test_rlds.write, 14, "3 episodes of layout rlds without a fault, and 1 without rows"),
+}  # fmt: skip
 
-    command("convert", demos, "--to", tmp_path / "data")
-    split = ensure_split(tmp_path / "data", tmp_path / "split", progress=False).path
-    done = command("inspect", split, "--html", tmp_path / "p.html", "--json")
-    assert done.code == 0
-    assert (done.json["rows"], done.json["episodes"]["count"]) == (12, 3)
-    assert Path(done.json["html"]).exists()
-    assert json.loads(command("validate", split, "--json").out)["ok"]
+
+@pytest.mark.parametrize("name", SETS)
+def test_folders_and_archives_are_recognized(name, command, tmp_path):
+    write, rows, says = SETS[name]
+    layout = name.removesuffix(".zip")
+    path = tmp_path / f"set{name.removeprefix(layout)}"
+    write(path)
+    done = command("validate", path)
+    assert (done.code, says in done.out) == (0, True), done
+    done = command("inspect", path)
+    assert (done.code, f"{rows} rows" in done.out, f"layout: {layout}" in done.out) == (
+        0,
+        True,
+        True,
+    )
+    for number, options in enumerate(((), ("--layout", layout))):
+        done = command("convert", path, "--to", tmp_path / f"{number}", *options, "--json")
+        assert (done.code, f'"rows": {rows}' in done.out) == (0, True), done
+    other = "zarr" if layout == "rlds" else "rlds"
+    done = command("convert", path, "--to", tmp_path / "other", "--layout", other)
+    assert (done.code, "[V04]" in done.err) == (3, True), done
+    assert not (tmp_path / "other").exists()
