@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,31 +37,28 @@ def test_constants_of_another_host_are_refused(tmp_path: Path, key: str) -> None
     refuses(OtherHost, rf"{key} is .*, there another", load, tmp_path / "there.json")
 
 
-def test_a_small_row_waits_for_a_line_and_a_large_one_for_its_bytes() -> None:
-    small = gather_limit(KNOWN, 256, 170, 2, 1 << 30)
-    assert (small.name, small.us) == ("copy", pytest.approx(256 * 170 / 25e3))
-    alone = gather_limit(KNOWN, 256, 64, 1, 1 << 30)
-    assert (alone.name, alone.us) == ("latency", pytest.approx(256 * 8e-3))
-    assert gather_limit(KNOWN, 256, 64, 1, 1 << 22).us == pytest.approx(256 * 64 / 20e3)
+@pytest.mark.parametrize(
+    ("limit", "name", "us"),
+    [
+        # A small row waits for a line, and a large one for its bytes.
+        (gather_limit(KNOWN, 256, 170, 2, 1 << 30), "copy", 256 * 170 / 25e3),
+        (gather_limit(KNOWN, 256, 64, 1, 1 << 30), "latency", 256 * 8e-3),
+        (gather_limit(KNOWN, 256, 64, 1, 1 << 22), "copy", 256 * 64 / 20e3),
+        (copy_limit(KNOWN, rows=8, row_bytes=170), "copy", 8 * 170 / 20e3),
+        # 10**9 leaves of 4 bytes and 10**9 bytes of sums above them; 9 more levels fit into 2**20.
+        (tree_limit(KNOWN, queries=1000, leaves=1 << 30), "tree", 8.0 + 8.0 + 8 * 1.3),
+        # Requests at the best depth.
+        (disk_limit(KNOWN, rows=256, row_bytes=1), "disk requests", 256 / 80_000 * 1e6),
+    ],
+)
+def test_limits_follow_from_the_constants(limit: Any, name: str, us: float) -> None:
+    assert (limit.name, limit.us) == (name, pytest.approx(us))
 
 
-def test_writing_costs_its_bytes() -> None:
-    assert copy_limit(KNOWN, rows=8, row_bytes=170).us == pytest.approx(8 * 170 / 20e3)
-
-
-def test_a_tree_costs_arithmetic_or_a_line_for_each_level() -> None:
-    # 10**9 leaves of 4 bytes and 10**9 bytes of sums above them; 9 more levels fit into 2**20.
-    us = tree_limit(KNOWN, queries=1000, leaves=1 << 30).us
-    assert us == pytest.approx(1000 * (8.0 + 8.0 + 8 * 1.3) / 1e3)
-
-
-def test_disk_limit_counts_requests_at_the_best_depth() -> None:
-    limit = disk_limit(KNOWN, rows=256, row_bytes=1)
-    assert limit is not None
-    assert (limit.name, limit.us) == ("disk requests", pytest.approx(256 / 80_000 * 1e6))
+def test_wide_rows_are_many_requests_and_an_unmeasured_disk_has_no_limit() -> None:
     wide = disk_limit(KNOWN, rows=256, row_bytes=1 << 20)
     assert wide is not None
-    assert wide.name == "disk requests"
+    assert (wide.name, wide.us) == ("disk requests", pytest.approx(257 * 3200, rel=1e-4))
     assert disk_limit(replace(KNOWN, disk=None), rows=256, row_bytes=1) is None
 
 

@@ -31,6 +31,7 @@ from replaykit import (
     read_torchrl,
 )
 from replaykit.errors import CheckpointError
+from tests.checkpoint.building import equal
 from tests.support.refusals import refuses
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -52,14 +53,6 @@ def rows(numbers: list[int]) -> TensorDict:
     )
 
 
-def same(found: TensorDict, expected: TensorDict) -> bool:
-    keys = set(expected.keys(True, True))
-    assert set(found.keys(True, True)) == keys
-    assert all(found[key].dtype == expected[key].dtype for key in keys)
-    assert all(found[key].shape == expected[key].shape for key in keys)
-    return bool((found == expected).all())
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A copy of the prioritized one, to be changed."""
@@ -75,7 +68,7 @@ def check_prioritized(folder: Path) -> None:
     assert type(buffer.storage) is LazyTensorStorage
     assert type(buffer.sampler) is PrioritizedSampler
     assert (len(buffer), buffer.storage.max_size, buffer.write_count) == (10, 10, 13)
-    assert same(buffer[:], rows(WRAPPED))
+    assert equal(buffer[:], rows(WRAPPED))
     sampler = buffer.sampler
     assert (sampler.alpha, sampler.beta, sampler.eps) == (0.7, 0.5, 1e-8)
     assert sampler.dtype == torch.float32
@@ -84,9 +77,9 @@ def check_prioritized(folder: Path) -> None:
     assert sampler.default_priority == 1.0
     batch = buffer.sample()
     assert len(batch) == 4
-    assert same(batch.select(*rows([0]).keys(True, True)), rows(WRAPPED)[batch["index"]])
+    assert equal(batch.select(*rows([0]).keys(True, True)), rows(WRAPPED)[batch["index"]])
     assert buffer.extend(rows([13, 14])).tolist() == [3, 4]
-    assert same(buffer[:], rows([10, 11, 12, 13, 14, *WRAPPED[5:]]))
+    assert equal(buffer[:], rows([10, 11, 12, 13, 14, *WRAPPED[5:]]))
     # 10..12 go on after 9, and end with the load.
     assert [len(episode) for episode in read_torchrl(folder).episodes] == [2, 5, 3]
 
@@ -95,7 +88,7 @@ def check_random(folder: Path) -> None:
     buffer = read_torchrl(folder)
     assert type(buffer.sampler) is RandomSampler
     assert (len(buffer), buffer.storage.max_size, buffer.write_count) == (7, 10, 7)
-    assert same(buffer[:], rows([*range(7)]))
+    assert equal(buffer[:], rows([*range(7)]))
     assert len(buffer.sample()) == 3
     assert buffer.extend(rows([7])).tolist() == [7]
 
@@ -106,7 +99,7 @@ def check_lanes(folder: Path) -> None:
     assert (storage.ndim, storage.lanes, len(storage), storage.max_size) == (2, (4,), 12, 16)
     # Its rows lie as [time, lane]; the batch was [lane, time].
     expected = rows([*range(12)]).reshape(4, 3).transpose(0, 1)
-    assert same(storage[:], expected.contiguous())
+    assert equal(storage[:], expected.contiguous())
 
 
 def check_tensor(folder: Path) -> None:
@@ -163,7 +156,7 @@ def test_read_torchrl_writes_rows_into_a_scratch_dir(tmp_path: Path):
     buffer = read_torchrl(FIXTURES / "torchrl_random", scratch_dir=tmp_path / "rows")
     assert type(buffer.storage) is LazyMemmapStorage
     assert (tmp_path / "rows" / "records.memmap").exists()
-    assert same(buffer[:], rows([*range(7)]))
+    assert equal(buffer[:], rows([*range(7)]))
     with pytest.raises(TypeError, match="storage or scratch_dir, got both"):
         read_torchrl(
             FIXTURES / "torchrl_random", storage=LazyTensorStorage(10), scratch_dir=tmp_path
@@ -177,7 +170,7 @@ def test_read_torchrl_fills_a_given_storage(make: Any):
     assert buffer.storage is storage
     stored = storage.get(range(10))
     stored = torch.stack(stored) if isinstance(stored, list) else stored
-    assert same(stored, rows([*range(3, 13)]))  # in write order, as after every load
+    assert equal(stored, rows([*range(3, 13)]))  # in write order, as after every load
     raw = buffer.sampler.state_dict()["_priorities"]
     torch.testing.assert_close(raw, torch.tensor([4, 5, 6, 7, 8, 9, 10, 1, 2, 3]) / 10)
     assert len(buffer.sample()) == 6
@@ -186,7 +179,7 @@ def test_read_torchrl_fills_a_given_storage(make: Any):
 def test_smaller_storage_keeps_the_newest_rows():
     with pytest.warns(UserWarning, match="6 rows do not fit"):
         buffer = read_torchrl(FIXTURES / "torchrl_prioritized", storage=LazyTensorStorage(4))
-    assert same(buffer[:], rows([9, 10, 11, 12]))
+    assert equal(buffer[:], rows([9, 10, 11, 12]))
     raw = buffer.sampler.state_dict()["_priorities"]
     torch.testing.assert_close(raw, torch.tensor([1.0, 0.1, 0.2, 0.3]))
 
@@ -263,7 +256,7 @@ def test_read_torchrl_reads_every_dtype(tmp_path: Path):
     values = {str(dtype)[6:]: torch.arange(6).view(3, 2).to(dtype) for dtype in [*whole, *other]}
     stored = TensorDict({**values, "none": torch.zeros(3, 0)}, [3])
     buffer = read_torchrl(write(tmp_path / "x", stored, 2, 2))
-    assert same(buffer[:], stored[:2])
+    assert equal(buffer[:], stored[:2])
 
 
 def test_length_and_cursor_decide_if_a_second_dimension_is_lanes(tmp_path: Path):
@@ -317,7 +310,7 @@ def test_read_torchrl_restores_escaped_keys(escaped: bool, tmp_path: Path):
     shutil.rmtree(tmp_path / "y" / "storage")
     shutil.copytree(tmp_path / "x" / "storage", tmp_path / "y" / "storage")
     (tmp_path / "y" / STORAGE).write_text(json.dumps({"metadata": {}, "len": 3}))
-    assert same(read_torchrl(tmp_path / "y")[:], stored[:3])
+    assert equal(read_torchrl(tmp_path / "y")[:], stored[:3])
 
 
 @pytest.mark.parametrize("key", ["shape", "device", "_type"])
@@ -479,7 +472,7 @@ def test_no_pickle_is_opened(saved: Path, tmp_path: Path):
     (saved / "transform.t").write_bytes(poison)
     with pytest.warns(UserWarning, match=r"transform.t is a pickle and is not read"):
         buffer = read_torchrl(saved)
-    assert same(buffer[:], rows(WRAPPED))
+    assert equal(buffer[:], rows(WRAPPED))
     shutil.rmtree(saved / "sampler")
     (saved / "sampler").mkdir()
     (saved / "sampler" / "consuming_sampler.pt").write_bytes(poison)
