@@ -173,7 +173,7 @@ def test_every_documented_kind_of_object_comes_back_in_its_place(
     ],
     ids=["object", "function", "key"],
 )
-def test_what_cannot_be_saved_is_named_before_anything_is_written(
+def test_unsupported_content_is_named_before_anything_is_written(
     storage: Any, rows: Any, named: str, tmp_path: Path
 ):
     """CK7, C3: its place and its type; the directory is not even made."""

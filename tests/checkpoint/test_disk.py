@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,38 +155,24 @@ def test_saves_and_loads_at_once_see_whole_checkpoints(tmp_path: Path):
     """CK1, C12: of saves to one path each is whole; loads read one of them."""
     path = tmp_path / "shared"
     make(8, start=100).dumps(path)
-    wrong: list[Any] = []
 
     def save_often(number: int) -> None:
         for turn in range(12):
-            start = 1000 * number + 10 * turn
-            make(8, start=start).dumps(path)
+            make(8, start=1000 * number + 10 * turn).dumps(path)
 
     def load_often() -> None:
         buffer = make()
         for _ in range(25):
             buffer.loads(path)
             ids = buffer["id"].tolist()
-            if ids != list(range(ids[0], ids[0] + 8)) or ids[0] % 10:
-                wrong.append(ids)
-            if buffer["next", "x"].flatten().tolist() != [float(i) for i in ids]:
-                wrong.append(ids)
+            assert ids == list(range(ids[0], ids[0] + 8))
+            assert ids[0] % 10 == 0
+            assert buffer["next", "x"].flatten().tolist() == ids
 
-    errors: list[BaseException] = []
-
-    def guarded(call: Any) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    calls = [lambda: save_often(1), lambda: save_often(2), load_often, load_often]
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert (errors, wrong) == ([], [])
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(save_often, number) for number in (1, 2)]
+        running += [pool.submit(load_often) for _ in range(2)]
+        for each in running:
+            each.result(60)
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(os.listdir(path)) == {"manifest.json", ".lock", *manifest["files"]}

@@ -145,6 +145,10 @@ def test_values_at_the_depth_limit_are_saved_and_read():
             encode(wrap(value), "value", {})
 
 
+def container(leaves: list[str], **node: Any) -> dict[str, Any]:
+    return {"$": "container", "node": node, "leaves": leaves}
+
+
 @pytest.mark.pitfall("CK7")
 @pytest.mark.parametrize(
     "record",
@@ -171,27 +175,11 @@ def test_values_at_the_depth_limit_are_saved_and_read():
         {"$": "device", "value": "nowhere"},
         {"$": "container", "node": {"kind": "tensor", "dtype": "float32", "shape": []}},
         {"$": "container", "node": 5, "leaves": []},
-        {"$": "container", "node": {"kind": "exec", "children": []}, "leaves": []},
-        {
-            "$": "container",
-            "node": {"kind": "tensorclass", "children": [], "class": "subprocess:Popen"},
-            "leaves": [],
-        },
-        {
-            "$": "container",
-            "node": {"kind": "sequence", "children": [], "class": "no.such.module:Thing"},
-            "leaves": [],
-        },
-        {
-            "$": "container",
-            "node": {"kind": "tensor", "dtype": "float32", "shape": [3]},
-            "leaves": ["t0"],
-        },
-        {
-            "$": "container",
-            "node": {"kind": "tensor", "dtype": "int64", "shape": [2]},
-            "leaves": ["t0", "t0"],
-        },
+        container([], kind="exec", children=[]),
+        container([], **{"kind": "tensorclass", "children": [], "class": "subprocess:Popen"}),
+        container([], **{"kind": "sequence", "children": [], "class": "no.such.module:Thing"}),
+        container(["t0"], kind="tensor", dtype="float32", shape=[3]),
+        container(["t0", "t0"], kind="tensor", dtype="int64", shape=[2]),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from replaykit import ReplayBuffer
 from tests import effort
 from tests.crash.recovering import (
     KINDS,
@@ -49,29 +50,20 @@ def _forked(kind: str, folder: Path, steps: range, die_at: int, after: float | N
     return working.last_said()
 
 
-class _Model:
-    """The same buffer in memory, which is never killed."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.buffer, self.step = kind, new_buffer(kind, None), 0
-
-    def come_to(self, step: int) -> None:
-        while self.step < step:
-            apply(self.buffer, self.kind, self.step)
-            self.step += 1
+def _played(kind: str, stops: list[int]) -> dict[str, Any]:
+    """The same buffer in memory, which is never killed, after a restart at each of these steps."""
+    buffer, begin = new_buffer(kind, None), 0
+    for stop in stops:
+        for step in range(begin, stop):
+            apply(buffer, kind, step)
+        begin = max(begin, stop)
+        restart(buffer)
+    return shown(buffer)
 
 
 def _check(kind: str, folder: Path, done: int, history: list[int]) -> int:
     """Opens what a killed child left: it is what was done, or one step more. Returns the next."""
-    wanted: list[Any] = []
-    for steps in (done + 1, done + 2):
-        model = _Model(kind)
-        for stop in history:
-            model.come_to(stop)
-            restart(model.buffer)
-        model.come_to(steps)
-        restart(model.buffer)
-        wanted.append(shown(model.buffer))
+    wanted = [_played(kind, [*history, steps]) for steps in (done + 1, done + 2)]
     found = shown(new_buffer(kind, folder))
     gc.collect()  # the next one to open it is another process
     off = [differences(found, one) for one in wanted]
@@ -135,25 +127,25 @@ def test_kill_while_returns_are_stored_takes_them_back_with_the_row(
 def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> set[int]:
     """Returns what was found: 0 for the buffer of before, 1 for the checkpoint."""
     draw = random.Random(seed)
-    wanted: list[Any] = []
     source = new_buffer(kind, None)
     for step in range(500, 508):
         apply(source, kind, step)
     source.extend(rows_of(draw, kind, 10**6, 5))
     source.dumps(folder / "saved")
-    before = new_buffer(kind, folder / "before")
-    for step in range(4):
-        apply(before, kind, step)
-    before.extend(rows_of(draw, kind, 10**5, SLOTS + 2))
-    del before
-    gc.collect()
-    for loaded in (False, True):
-        draw = random.Random(seed)
-        model = new_buffer(kind, None)
-        rows_of(draw, kind, 10**6, 5)
+    last = rows_of(draw, kind, 10**5, SLOTS + 2)
+
+    def filled(place: Path | None) -> ReplayBuffer:
+        buffer = new_buffer(kind, place)
         for step in range(4):
-            apply(model, kind, step)
-        model.extend(rows_of(draw, kind, 10**5, SLOTS + 2))
+            apply(buffer, kind, step)
+        buffer.extend(last)
+        return buffer
+
+    filled(folder / "before")
+    gc.collect()
+    wanted: list[Any] = []
+    for loaded in (False, True):
+        model = filled(None)
         restart(model)
         if loaded:
             model.loads(folder / "saved")
