@@ -83,6 +83,16 @@ def equal(a: TensorDict, b: TensorDict) -> bool:
     return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
 
 
+def opened_both_ways(
+    make: Callable[[], ReplayBuffer], folder: Path
+) -> tuple[ReplayBuffer, ReplayBuffer]:
+    """Return a buffer that has a checkpoint opened in place, and one with a copy of it."""
+    mapped, plain = make(), make()
+    mapped.loads(folder, mmap=True)
+    plain.loads(folder)
+    return mapped, plain
+
+
 def grown(
     folder: Path, lengths: Collection[int], capacity: int, piece: int
 ) -> Callable[[dict[str, Any]], None]:

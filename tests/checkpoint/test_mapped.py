@@ -36,7 +36,7 @@ from replaykit import (
 from replaykit.checkpoint import MappedCheckpoint, save_checkpoint
 from replaykit.errors import CheckpointError
 from replaykit.storages.ledger import Ledger
-from tests.checkpoint.building import equal, grown, overwrite
+from tests.checkpoint.building import equal, grown, opened_both_ways, overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -110,11 +110,8 @@ def test_mapped_load_equals_a_plain_load(sampler: str, count: int, tmp_path: Pat
         return
     filled(sampler, count).dumps(tmp_path)
     before = content(tmp_path)
-    mapped, plain = make(sampler), make(sampler)
-    mapped.loads(tmp_path, mmap=True)
-    plain.loads(tmp_path)
-    for buffer in (mapped, plain):
-        assert len(buffer) == min(count, CAPACITY)
+    mapped, plain = opened_both_ways(lambda: make(sampler), tmp_path)
+    assert len(mapped) == min(count, CAPACITY)
     assert equal(mapped[:], plain[:])
     for round_ in range(6):
         batches = [buffer.sample() for buffer in (mapped, plain)]
@@ -146,9 +143,7 @@ def test_empty_and_unwritten_buffers_can_be_mapped(sampler: str, tmp_path: Path)
     buffer.empty()
     buffer.dumps(tmp_path / "emptied")
     for name in ("new", "emptied"):
-        mapped, plain = make(sampler), make(sampler)
-        mapped.loads(tmp_path / name, mmap=True)
-        plain.loads(tmp_path / name)
+        mapped, plain = opened_both_ways(lambda: make(sampler), tmp_path / name)
         assert len(mapped) == 0
         for loaded in (mapped, plain):
             loaded.extend(rows(0, 100))
@@ -225,9 +220,7 @@ def test_prefetched_draws_come_first_in_a_larger_buffer(mmap: bool, tmp_path: Pa
 def test_updates_of_unread_priorities_equal_a_plain_load(tmp_path: Path):
     filled("prioritized").dumps(tmp_path)
     results = []
-    for mmap in (True, False):
-        buffer = make("prioritized")
-        buffer.loads(tmp_path, mmap=mmap)
+    for buffer in opened_both_ways(lambda: make("prioritized"), tmp_path):
         buffer.sampler.alpha = 0.3
         buffer.update_priority(torch.tensor([5, 6]), torch.tensor([100.0, 0.1]))
         saved = copy.deepcopy(buffer.sampler)

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from replaykit import LaneWriter, LazyTensorStorage, ReplayBuffer
 from replaykit.checkpoint import ReadLater
 from replaykit.errors import CheckpointError
-from tests.checkpoint.building import equal
+from tests.checkpoint.building import equal, opened_both_ways
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -83,9 +83,7 @@ def test_mapped_load_equals_a_plain_load(kind: str, count: int, slots: int, tmp_
         filled.extend(rows(kind, first, min(100, count - first)))
     filled.dumps(tmp_path)
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    mapped, plain = make(kind, slots), make(kind, slots)
-    mapped.loads(tmp_path, mmap=True)
-    plain.loads(tmp_path)
+    mapped, plain = opened_both_ways(lambda: make(kind, slots), tmp_path)
     # In another capacity, rows are in the order of their writes.
     assert slots > SLOTS or equal(mapped[:], filled[:])
     for first in range(count, count + 300, 100):
@@ -129,9 +127,7 @@ def test_any_first_use_of_a_mapped_load_equals_a_plain_load(
     filled = make(kind)
     filled.extend(rows(kind, 0, 290))
     filled.dumps(tmp_path)
-    mapped, plain = make(kind), make(kind)
-    mapped.loads(tmp_path, mmap=True)
-    plain.loads(tmp_path)
+    mapped, plain = opened_both_ways(lambda: make(kind), tmp_path)
     for rb in (mapped, plain):
         USES[use](rb, kind, tmp_path)
         if use == "pickle":
@@ -147,9 +143,7 @@ def test_late_read_by_another_thread_keeps_rows_written_meanwhile(
     filled = make("ring")
     filled.extend(rows("ring", 0, 150))
     filled.dumps(tmp_path)
-    mapped, plain = make("ring"), make("ring")
-    mapped.loads(tmp_path, mmap=True)
-    plain.loads(tmp_path)
+    mapped, plain = opened_both_ways(lambda: make("ring"), tmp_path)
     reading, go_on = threading.Event(), threading.Event()
     original = ReadLater.read
 

@@ -24,7 +24,7 @@ from replaykit import (
 from replaykit.checkpoint import ReadLater
 from replaykit.episodes import EpisodeIndex
 from replaykit.errors import CheckpointError
-from tests.checkpoint.building import grown, overwrite
+from tests.checkpoint.building import grown, opened_both_ways, overwrite
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("small_files")
@@ -150,9 +150,7 @@ def test_mapped_load_reads_no_table_and_equals_a_plain_load(
     buffer = kind.filled(slices=slices)
     buffer.sample()
     buffer.dumps(tmp_path / "saved")
-    mapped, plain = (kind.make(slices=slices) for _ in range(2))
-    mapped.loads(tmp_path / "saved", mmap=True)
-    plain.loads(tmp_path / "saved")
+    mapped, plain = opened_both_ways(lambda: kind.make(slices=slices), tmp_path / "saved")
     assert not read
     for turn in range(4):
         batches = [buffer.sample() for buffer in (mapped, plain)]
@@ -276,10 +274,7 @@ def test_in_another_capacity_tables_are_read_before_anything_changes(tmp_path: P
     buffer = kind.make()
     buffer.extend(rows(0, 500))
     buffer.dumps(tmp_path)
-    larger = kind.make(2 * CAPACITY)
-    larger.loads(tmp_path, mmap=True)
-    plain = kind.make(2 * CAPACITY)
-    plain.loads(tmp_path)
+    larger, plain = opened_both_ways(lambda: kind.make(2 * CAPACITY), tmp_path)
     for one in (larger, plain):
         one.extend(rows(500, 2 * CAPACITY))
     assert bool((larger[:] == plain[:]).all())
@@ -298,10 +293,8 @@ def test_generations_stay_unread_in_another_capacity(laps: int, tmp_path: Path, 
     for lap in range(laps):
         buffer.extend(rows(lap * CAPACITY, CAPACITY))
     buffer.dumps(tmp_path)
-    mapped, plain = (kind.make(2 * CAPACITY) for _ in range(2))
-    mapped.loads(tmp_path, mmap=True)
+    mapped, plain = opened_both_ways(lambda: kind.make(2 * CAPACITY), tmp_path)
     assert not read
-    plain.loads(tmp_path)
     same(mapped, plain)
     for one in (mapped, plain):
         one.extend(rows(10**5, 2 * CAPACITY + 7))

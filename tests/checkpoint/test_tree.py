@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections import defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,10 @@ def test_plain_values_come_back_as_they_were(value: Any):
 def test_unsupported_value_is_named_with_its_place(value: Any, way: str):
     with pytest.raises(TypeError, match=way):
         encode(value, "value", {})
+
+
+def test_an_ordered_dict_comes_back_as_a_dict():
+    assert alike(through_json(OrderedDict(b=1, a=2)), {"b": 1, "a": 2})
 
 
 def test_endless_values_are_refused():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from replaykit.recovery.journal import States
-from replaykit.recovery.locks import CommitLock, Exclusive
 from tests.support.refusals import refuses
 
 
@@ -50,28 +49,6 @@ def test_previous_state_is_used_if_the_new_length_of_a_file_was_lost(tmp_path: P
     assert (again.sequence, again.latest().tolist()) == (2, [2])
     again.commit(np.arange(1000))
     assert States(tmp_path).latest().tolist() == list(range(1000))
-
-
-def test_a_lock_settles_once_and_is_given_back_if_that_fails() -> None:
-    settled = []
-    lock = CommitLock(lambda: settled.append(1) if len(settled) < 2 else 1 / 0)
-    with lock:
-        with lock:
-            pass
-        assert not settled
-    assert len(settled) == 1
-    with lock:
-        pass
-    with pytest.raises(ZeroDivisionError), lock:
-        pass
-    assert lock.acquire(blocking=False)
-
-
-def test_a_folder_has_one_owner(tmp_path: Path) -> None:
-    held = Exclusive(tmp_path / "lock")
-    refuses(BlockingIOError, "lock", Exclusive, tmp_path / "lock")
-    del held
-    Exclusive(tmp_path / "lock")
 
 
 @pytest.mark.parametrize("damage", range(16, 32 + 8 * 3, 5))

@@ -1,4 +1,4 @@
-"""A lock of several holders, each with a file of its own, as processes have."""
+"""Locks of several holders, each with a file of its own, as processes have, and who has joined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from replaykit.recovery import locks
-from replaykit.recovery.locks import SharedLock
+from replaykit.recovery.locks import CommitLock, Exclusive, ProcessRegistry, SharedLock
+from tests.support.refusals import refuses
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -118,3 +119,60 @@ def test_ending_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) ->
         os.waitpid(child, 0)
         assert not other.acquire(blocking=False)
     assert other.acquire(blocking=False)
+
+
+def test_a_lock_settles_once_and_is_given_back_if_that_fails() -> None:
+    settled = []
+    lock = CommitLock(lambda: settled.append(1) if len(settled) < 2 else 1 / 0)
+    with lock:
+        with lock:
+            pass
+        assert not settled
+    assert len(settled) == 1
+    with lock:
+        pass
+    with pytest.raises(ZeroDivisionError), lock:
+        pass
+    assert lock.acquire(blocking=False)
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    held = Exclusive(tmp_path / "lock")
+    refuses(BlockingIOError, "lock", Exclusive, tmp_path / "lock")
+    del held
+    Exclusive(tmp_path / "lock")
+
+
+def test_registry_is_empty_after_the_last_member_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "members"
+    assert not ProcessRegistry.is_unused(path), "there is no such folder to clear"
+    members = [ProcessRegistry(path) for _ in range(3)]
+    for member in members:
+        assert not ProcessRegistry.is_unused(path)
+        member.drop()
+        member.drop()
+    assert ProcessRegistry.is_unused(path)
+    assert ProcessRegistry.is_unused(path), "asking takes nothing"
+
+
+def test_deleted_member_leaves_the_registry(tmp_path: Path) -> None:
+    member = ProcessRegistry(tmp_path / "members")
+    del member
+    assert ProcessRegistry.is_unused(tmp_path / "members")
+
+
+@needs_fork
+def test_forked_child_stays_registered_after_its_parent_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "members"
+    member = ProcessRegistry(path)
+    waiting, leave = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(leave)
+        os.read(waiting, 1)
+        os._exit(0)
+    member.drop()
+    assert not ProcessRegistry.is_unused(path)
+    os.close(leave)
+    os.waitpid(child, 0)
+    assert ProcessRegistry.is_unused(path)
