@@ -123,13 +123,6 @@ def test_returns_of_clipped_rewards_and_of_a_value(
     assert rb[:]["episode_return"].flatten().tolist() == expected
 
 
-def goals(rows: Any) -> Any:
-    for part in (rows, rows["next"]):
-        part["achieved_goal"] = part["observation"].clone()
-        part["desired_goal"] = torch.full_like(part["observation"], 99.0)
-    return rows
-
-
 @pytest.mark.acceptance("S17")
 @pytest.mark.parametrize("how", ["dumps", "state_dict", "memmap"])
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -159,7 +152,10 @@ def test_episodes_end_at_a_restart(
         codes = [0] * 5 + [code]
         made = ted(codes if lanes == 1 else [codes] * lanes, start)
         made["next", "reward"] = torch.ones_like(made["next", "reward"])
-        return goals(made)
+        for part in (made, made["next"]):
+            part["achieved_goal"] = part["observation"].clone()
+            part["desired_goal"] = torch.full_like(part["observation"], 99.0)
+        return made
 
     rb, other = make("one"), make("two")
     rb.extend(rows(0, 0))

@@ -14,6 +14,7 @@ import torch
 
 from replaykit.checkpoint import chunks
 from tests.checkpoint.building import make, restarted, state_of
+from tests.support.refusals import refuses
 
 
 class Trace:
@@ -100,8 +101,7 @@ def test_a_save_that_fails_anywhere_leaves_a_whole_state_and_no_litter(
         buffer = make(8, start=50)
         with monkeypatch.context() as patch:
             Trace(patch, fail_at)
-            with pytest.raises(OSError, match="No space left"):
-                buffer.dumps(path)
+            refuses(OSError, "No space left", buffer.dumps, path)
         assert state_of(buffer) == states[1]
         loaded = make()
         loaded.loads(path)
@@ -144,8 +144,7 @@ def test_a_full_disk_found_when_a_file_is_closed_leaves_no_litter(monkeypatch: A
         return Full(found) if mode == "xb" else found
 
     monkeypatch.setattr(chunks, "open", opened, raising=False)
-    with pytest.raises(OSError, match="No space left"):
-        make(8).dumps(tmp_path)
+    refuses(OSError, "No space left", make(8).dumps, tmp_path)
     assert failed == ["close", "close"]
     assert set(os.listdir(tmp_path)) == before
 

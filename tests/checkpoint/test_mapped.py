@@ -384,14 +384,6 @@ def test_storages_that_cannot_be_mapped_are_named(tmp_path: Path):
     refused(make(capacity=2000), "expected the saved capacity for mmap=True, got 2000")
     ranked = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=TensorDictMaxValueWriter())
     refused(ranked, "expected the state of a 'max_value' writer")
-    once = ReplayBuffer(storage=LazyTensorStorage(9, dedup_next=True))
-    x = torch.arange(6)
-    once.extend(TensorDict({"x": x[:5], "next": {"x": x[1:]}}, [5]))
-    once.dumps(tmp_path / "once")
-    plain = ReplayBuffer(storage=LazyTensorStorage(9))
-    with pytest.raises(ValueError, match=r"got 'x', which was stored once"):
-        plain.loads(tmp_path / "once", mmap=True)
-    assert not plain.storage.initialized
 
 
 def test_failed_mapping_raises_an_error_and_changes_nothing(

@@ -253,8 +253,7 @@ def test_checkpoints_of_another_dedup_layout_are_refused(
     filled.extend(rows("ring", 0, 150))
     filled.dumps(tmp_path)
     buffer = make(kind, **options)
-    with pytest.raises(ValueError, match=message):
-        buffer.loads(tmp_path, mmap=True)
+    refuses(ValueError, message, buffer.loads, tmp_path, mmap=True)
     assert not buffer.storage.initialized
     buffer.extend(rows(kind, 0, 10))
     assert len(buffer) == 10

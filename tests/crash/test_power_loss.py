@@ -81,19 +81,22 @@ def test_recordings_survive_a_cut_anywhere(tmp_path: Path) -> None:
     _survives("recordings", tmp_path, effort.cases(50))
 
 
-def _survives_twice(kind: str, folder: Path, most: int) -> None:
-    recorder, check = WORKLOADS[kind](folder / "disk")
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        ("ring", 8),
+        ("once streams", 8),
+        *(pytest.param(kind, 25, marks=pytest.mark.long) for kind in COMMITS),
+    ],
+)
+def test_cut_during_recovery_changes_nothing(kind: str, most: int, tmp_path: Path) -> None:
+    recorder, check = WORKLOADS[kind](tmp_path / "disk")
     cuts = [cut for cut in choose(recorder, 10 * most, seed=1) if len(cut.steps) > 1][:most]
     assert cuts
     for number, cut in enumerate(cuts):
-        again = recovery(kind, cut, folder / f"disk {number}", check)
-        faults = [*search(again, folder / f"cuts {number}", check, most=most)]
+        again = recovery(kind, cut, tmp_path / f"disk {number}", check)
+        faults = [*search(again, tmp_path / f"cuts {number}", check, most=most)]
         assert not faults, "\n".join([cut.where, *faults])
-
-
-@pytest.mark.parametrize("kind", ["ring", "once streams"])
-def test_cut_during_recovery_changes_nothing(kind: str, tmp_path: Path) -> None:
-    _survives_twice(kind, tmp_path, 8)
 
 
 @pytest.mark.long
@@ -101,12 +104,6 @@ def test_cut_during_recovery_changes_nothing(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_thousands_of_cuts_leave_durable_states(workload: str, seed: int, tmp_path: Path) -> None:
     _survives(workload, tmp_path, 150 if workload == "data sets" else 500, seed=100 + seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", COMMITS)
-def test_hundreds_of_cuts_during_recovery_change_nothing(kind: str, tmp_path: Path) -> None:
-    _survives_twice(kind, tmp_path, 25)
 
 
 LOST = [

@@ -71,7 +71,22 @@ def _check(kind: str, folder: Path, done: int, history: list[int]) -> int:
     return done + 1 + off.index([])
 
 
-def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kills", "seed"),
+    [
+        *((kind, effort.cases(7), 0) for kind in [*KINDS, *SHARED]),
+        *((kind, effort.cases(7), 2) for kind in ONCE),
+        *(
+            pytest.param(kind, 8, seed, marks=pytest.mark.long)
+            for kind in [*KINDS, *ONCE, *SHARED]
+            for seed in range(10, 20)
+        ),
+    ],
+)
+def test_recovered_buffer_has_exactly_the_committed_rows(
+    kind: str, kills: int, seed: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rows"
     draw = random.Random(seed)
     history: list[int] = []
     step = 0
@@ -85,16 +100,6 @@ def _killed_again_and_again(kind: str, folder: Path, kills: int, seed: int) -> N
         # A child that was killed before it had opened the folder has restarted nothing; but the
         # check has.
         history.append(step)
-
-
-@pytest.mark.parametrize(
-    ("kind", "seed"),
-    [*((kind, 0) for kind in [*KINDS, *SHARED]), *((kind, 2) for kind in ONCE)],
-)
-def test_recovered_buffer_has_exactly_the_committed_rows(
-    kind: str, seed: int, tmp_path: Path
-) -> None:
-    _killed_again_and_again(kind, tmp_path / "rows", effort.cases(7), seed)
 
 
 def _ends_an_episode(kind: str, folder: Path, die_at: int) -> None:
@@ -124,14 +129,23 @@ def test_kill_while_returns_are_stored_takes_them_back_with_the_row(
     assert found[0] != found[-1]
 
 
-def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> set[int]:
-    """Returns what was found: 0 for the buffer of before, 1 for the checkpoint."""
+@pytest.mark.parametrize(
+    ("kind", "kills", "seed"),
+    [
+        *((kind, 6, 3) for kind in ("ring", "lanes", "best", "once streams", "shared ring")),
+        *(pytest.param(kind, 20, 4, marks=pytest.mark.long) for kind in [*KINDS, *ONCE, *SHARED]),
+    ],
+)
+def test_kill_during_load_keeps_the_old_or_the_new_state(
+    kind: str, kills: int, seed: int, tmp_path: Path
+) -> None:
+    """What was there before, or all of the checkpoint."""
     draw = random.Random(seed)
     source = new_buffer(kind, None)
     for step in range(500, 508):
         apply(source, kind, step)
     source.extend(rows_of(draw, kind, 10**6, 5))
-    source.dumps(folder / "saved")
+    source.dumps(tmp_path / "saved")
     last = rows_of(draw, kind, 10**5, SLOTS + 2)
 
     def filled(place: Path | None) -> ReplayBuffer:
@@ -141,45 +155,26 @@ def _killed_while_it_loads(kind: str, folder: Path, kills: int, seed: int) -> se
         buffer.extend(last)
         return buffer
 
-    filled(folder / "before")
+    filled(tmp_path / "before")
     gc.collect()
     wanted: list[Any] = []
     for loaded in (False, True):
         model = filled(None)
         restart(model)
         if loaded:
-            model.loads(folder / "saved")
+            model.loads(tmp_path / "saved")
         restart(model)
         wanted.append(shown(model))
     assert differences(*wanted)
     seen = set()
     for number in range(kills):
-        rows = folder / str(number)
-        shutil.copytree(folder / "before", rows)
+        rows = tmp_path / str(number)
+        shutil.copytree(tmp_path / "before", rows)
         die_at = draw.randrange(1, 5500) if number else 0
-        done = Child(CONTEXT, loading, kind, rows, folder / "saved", die_at=die_at).last_said()
+        done = Child(CONTEXT, loading, kind, rows, tmp_path / "saved", die_at=die_at).last_said()
         found = shown(new_buffer(kind, rows))
         gc.collect()
         off = [differences(found, one) for one in wanted]
         assert [] in off[max(done, 0) :], (done, off)
         seen.add(off.index([]))
-    return seen
-
-
-@pytest.mark.parametrize("kind", ["ring", "lanes", "best", "once streams", "shared ring"])
-def test_kill_during_load_keeps_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
-    """What was there before, or all of the checkpoint."""
-    assert _killed_while_it_loads(kind, tmp_path, 6, 3) == {0, 1}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [*KINDS, *ONCE, *SHARED])
-def test_many_kills_during_load_keep_the_old_or_the_new_state(kind: str, tmp_path: Path) -> None:
-    assert _killed_while_it_loads(kind, tmp_path, 20, 4) == {0, 1}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 20))
-@pytest.mark.parametrize("kind", [*KINDS, *ONCE, *SHARED])
-def test_many_kills_leave_exactly_the_committed_rows(kind: str, seed: int, tmp_path: Path) -> None:
-    _killed_again_and_again(kind, tmp_path / "rows", 8, seed)
+    assert seen == {0, 1}

@@ -153,34 +153,6 @@ def killed(
     return child.last_said(batches.start - 1)
 
 
-def kill_again_and_again(
-    buffer: ReplayBuffer, context: Any, kills: int, seed: int, path: Path | None = None
-) -> None:
-    """Kills writers one after another, while this process goes on writing itself.
-
-    Args:
-        path: the folder by which the writers join the buffer; None if they inherit it.
-    """
-    draw = random.Random(seed)
-    batch = 0
-    unsure: set[int] = set()
-    for own in range(kills):
-        done = killed(path or buffer, context, 1, range(batch, batch + 60), draw)
-        # Somebody else can go on at once.
-        with at_once():
-            buffer.extend(rows(7, own, own, 1))
-        # Every extend is there as a whole or not at all, and there where its call had returned.
-        there = batches_of(buffer, 1)
-        assert there in (done + 1, done + 2), (there, done)
-        batch = there
-        written = sum(size_of(1, one) for one in range(batch))
-        assert buffer.write_count == written + own + 1 == len(buffer)
-        if there == done + 2:
-            unsure.add(done + 1)  # it came to its extend, perhaps not to the update after it
-        check_priorities(buffer, unsure)
-        assert len(buffer.episodes.index) == len(buffer)
-
-
 def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
     """They are those that were set, of the first row of every third batch."""
     found = buffer[:]
@@ -196,30 +168,65 @@ def check_priorities(buffer: ReplayBuffer, unsure: set[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "method", "dedup"),
+    ("place", "method", "dedup", "kills", "seed"),
     [
-        ("memory", "fork", False),
-        ("memory", "fork", True),
-        ("memory", "forkserver", False),
-        ("disk", "fork", False),
-        ("disk", "fork", True),
-        ("joined", "fork", False),
-        ("joined, recovered", "forkserver", False),
-        ("joined, recovered", "fork", True),
+        ("memory", "fork", False, 10, 0),
+        ("memory", "fork", True, 10, 0),
+        ("memory", "forkserver", False, 3, 0),
+        ("disk", "fork", False, 10, 1),
+        ("disk", "fork", True, 10, 1),
+        ("joined", "fork", False, 10, 5),
+        ("joined, recovered", "forkserver", False, 3, 5),
+        ("joined, recovered", "fork", True, 10, 5),
+        *(
+            pytest.param(place, "fork", dedup, 15, seed, marks=pytest.mark.long)
+            for place in ("memory", "disk")
+            for dedup in (False, True)
+            for seed in (10, 11, 12)
+        ),
     ],
 )
 def test_killed_writer_does_not_block_others(
-    place: str, method: str, dedup: bool, tmp_path: Path
+    place: str, method: str, dedup: bool, kills: int, seed: int, tmp_path: Path
 ) -> None:
+    """Writers are killed one after another, while this process goes on writing itself."""
     path = None if place == "memory" else tmp_path / "rows"
-    buffer = new_buffer(4000, path, recover="recovered" in place, dedup=dedup)
-    kills = 10 if method == "fork" else 3
+    buffer = new_buffer(800 * kills, path, recover="recovered" in place, dedup=dedup)
+    context = multiprocessing.get_context(method)
     joins = path if "joined" in place else None
-    kill_again_and_again(buffer, multiprocessing.get_context(method), kills, 1, joins)
+    draw = random.Random(seed)
+    batch = 0
+    unsure: set[int] = set()
+    for own in range(kills):
+        done = killed(joins or buffer, context, 1, range(batch, batch + 60), draw)
+        # Somebody else can go on at once.
+        with at_once():
+            buffer.extend(rows(7, own, own, 1))
+        # Every extend is there as a whole or not at all, and there where its call had returned.
+        there = batches_of(buffer, 1)
+        assert there in (done + 1, done + 2), (there, done)
+        batch = there
+        written = sum(size_of(1, one) for one in range(batch))
+        assert buffer.write_count == written + own + 1 == len(buffer)
+        if there == done + 2:
+            unsure.add(done + 1)  # it came to its extend, perhaps not to the update after it
+        check_priorities(buffer, unsure)
+        assert len(buffer.episodes.index) == len(buffer)
 
 
-def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = False) -> None:
-    """Kills three writers at once, which are all processes that share the rows, and goes on."""
+@pytest.mark.parametrize(
+    ("rounds", "seed", "dedup"),
+    [
+        (4, 1, False),
+        (4, 1, True),
+        *(pytest.param(10, seed, bool(seed % 2), marks=pytest.mark.long) for seed in range(10, 20)),
+    ],
+)
+def test_rows_are_recovered_after_all_processes_were_killed(
+    rounds: int, seed: int, dedup: bool, tmp_path: Path
+) -> None:
+    """Three writers at once, which are all processes that share the rows."""
+    path = tmp_path / "rows"
     context, draw = multiprocessing.get_context("fork"), random.Random(seed)
     # Room for the rows of all rounds, however far the writers get before the kill.
     rows = sum(size_of(writer, batch) for writer in range(3) for batch in range(61 * rounds))
@@ -249,17 +256,6 @@ def lose_all_processes(path: Path, rounds: int, seed: int, *, dedup: bool = Fals
         buffer.shutdown()
         del buffer
         gc.collect()
-
-
-@pytest.mark.parametrize("dedup", [False, True])
-def test_rows_are_recovered_after_all_processes_were_killed(dedup: bool, tmp_path: Path) -> None:
-    lose_all_processes(tmp_path / "rows", 4, 1, dedup=dedup)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_rows_are_recovered_after_many_kills_of_all_processes(seed: int, tmp_path: Path) -> None:
-    lose_all_processes(tmp_path / "rows", 10, seed, dedup=bool(seed % 2))
 
 
 def assert_extends_are_whole(buffer: ReplayBuffer) -> None:
@@ -296,14 +292,19 @@ def test_kill_during_overwrites_restores_the_old_rows(
         assert len(buffer.episodes.index) == 45
 
 
-def kill_writers_of_streams(
-    folder: Path, method: str, rounds: int, seed: int, *, joins: bool
+@pytest.mark.parametrize(
+    ("method", "joins", "rounds", "seed"),
+    [
+        ("fork", False, 6, 1),
+        ("forkserver", True, 2, 1),
+        *(pytest.param("fork", bool(n % 2), 12, n, marks=pytest.mark.long) for n in range(10, 20)),
+    ],
+)
+def test_killed_writer_leaves_whole_streams_with_their_returns(
+    method: str, joins: bool, rounds: int, seed: int, tmp_path: Path
 ) -> None:
-    """Has three processes write a stream each, kills one of them, and does so again.
-
-    Args:
-        joins: whether they join by path; otherwise they inherit the buffer.
-    """
+    """Three processes write a stream each, having joined by path or inherited the buffer."""
+    folder = tmp_path / "rows"
     context, draw, length = multiprocessing.get_context(method), random.Random(seed), 30
     buffer = new_buffer(3 * length, folder, recover=joins, length=length)
     there = [0, 0, 0]
@@ -335,29 +336,6 @@ def kill_writers_of_streams(
         assert buffer.write_count == sum(
             size_of(writer, one) for writer, batch in enumerate(there) for one in range(batch)
         )
-
-
-@pytest.mark.parametrize(
-    ("method", "joins", "rounds"), [("fork", False, 6), ("forkserver", True, 2)]
-)
-def test_killed_writer_leaves_whole_streams_with_their_returns(
-    method: str, joins: bool, rounds: int, tmp_path: Path
-) -> None:
-    kill_writers_of_streams(tmp_path / "rows", method, rounds, 1, joins=joins)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_many_killed_writers_leave_whole_streams(seed: int, tmp_path: Path) -> None:
-    kill_writers_of_streams(tmp_path / "rows", "fork", 12, seed, joins=bool(seed % 2))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_many_killed_writers_do_not_block_others(seed: int, tmp_path: Path) -> None:
-    path = tmp_path / "rows" if seed % 2 else None
-    buffer = new_buffer(12000, path, dedup=seed % 4 > 1)
-    kill_again_and_again(buffer, multiprocessing.get_context("fork"), 15, seed)
 
 
 @pytest.mark.parametrize("dedup", [False, True])
