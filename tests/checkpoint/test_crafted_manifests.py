@@ -14,26 +14,30 @@ from replaykit.errors import CheckpointError
 from tests.checkpoint.building import make, save, state_of
 from tests.support.refusals import refuses
 
+GONE = object()
+NAME = "data-0123456789ab-00000.bin"
+GROUP = ("parts", "storage", "groups", 0)
+COLUMN = (*GROUP, "columns", 1)
+SCHEMA = (*GROUP, "schema")
+PIECE = ("tensors", "t0", "pieces", 0)
 
-def _set(*path: Any, value: Any) -> Any:
+
+def _tensor(name: str, kind: str = "tensor") -> dict[str, Any]:
+    return {"$": kind, "name": name}
+
+
+def _set(*path: Any, value: Any = GONE) -> Any:
     def change(manifest: dict[str, Any]) -> None:
         target: Any = manifest
         for part in path[:-1]:
             target = target[part]
-        target[path[-1]] = value
+        if value is GONE:
+            del target[path[-1]]
+        else:
+            target[path[-1]] = value
 
-    change.__name__ = f"{'.'.join(map(str, path))}={str(value)[:40]}"
-    return change
-
-
-def _drop(*path: Any) -> Any:
-    def change(manifest: dict[str, Any]) -> None:
-        target: Any = manifest
-        for part in path[:-1]:
-            target = target[part]
-        del target[path[-1]]
-
-    change.__name__ = f"without {'.'.join(map(str, path))}"
+    shown = "gone" if value is GONE else str(value)[:40]
+    change.__name__ = f"{'.'.join(map(str, path))}={shown}"
     return change
 
 
@@ -54,100 +58,64 @@ def _deep(levels: int, kind: str) -> Any:
     return value
 
 
-NAME = "data-0123456789ab-00000.bin"
-LEDGER = ("parts", "writer", "_ledger")
-GROUP = ("parts", "storage", "groups", 0)
-SCHEMA = (*GROUP, "schema")
-PIECE = ("tensors", "t0", "pieces", 0)
-
-
-CRAFTED = [
-    _file("../data-0123456789ab-00000.bin"),
-    _file("/etc/passwd"),
-    _file("data-0123456789ab-00000.bin/../../x"),
-    _file("manifest.json"),
-    _file(""),
-    _file("data-0123456789ab-00000.bin"),
-    _file("data-0123456789ab-00000.bin", {"size": -1, "crc32": 0}),
-    _file("data-0123456789ab-00000.bin", {"size": True, "crc32": 0}),
-    _file("data-0123456789ab-00000.bin", {"size": 10**18, "crc32": 0}),
-    _file("data-0123456789ab-00000.bin", 5),
-    *[
-        _set("files", name, value={"size": 0, "crc32": 0})
-        for name in (f"{NAME}\0", f"{NAME}\n", f"./{NAME}")
-    ],
-    *[_set("version", value=v) for v in (0, True, 10**30, "3")],
-    *[_set("save", value=v) for v in (None, ["x"])],
-    *[_drop(name) for name in ("format", "format_version", "files", "tensors", "parts")],
-    *[_set("format_version", value=v) for v in (0, -1, "1", None, True, 1.0)],
-    _set("format", value="another-checkpoint"),
-    *[_set(name, value=[]) for name in ("files", "tensors", "parts")],
-    *[_drop("parts", name) for name in ("storage", "writer", "sampler", "transforms", "generator")],
-    *[
-        _set("parts", name, value=5)
-        for name in ("storage", "writer", "sampler", "transforms", "generator")
-    ],
-    *[
-        _set(*GROUP, "columns", 1, "field", value=v)
-        for v in (-4, 1, 16, 2**70, 8.0, "8", None, True)
-    ],
-    _set(*GROUP, "columns", 1, "dtype", value="int32"),
-    _set(*GROUP, "columns", 1, "dtype", value="load"),
-    *[_set(*GROUP, "columns", 1, "shape", value=v) for v in ([], [2], [-1], 1, None)],
-    _set(*GROUP, "columns", 1, value={}),
-    _set(*GROUP, "columns", 1, value={"$": "tensor", "name": "t0"}),
-    _set(*GROUP, "columns", value=[]),
-    _drop(*GROUP, "records"),
-    *[_set(*GROUP, "records", value=v) for v in (5, None, [1], {"$": "tensor", "name": "t1"})],
-    _set("tensors", "t0", value=5),
-    *[_set("tensors", "t0", "dtype", value=v) for v in ("load", "no_such", "float32", 5)],
-    *[
-        _set("tensors", "t0", "shape", value=v)
-        for v in (3, [], [64], [4, 32], [16, 8], [-1], ["8"], [True], [10**9], [2**62, 2**62])
-    ],
-    *[
-        _set("tensors", "t0", "pieces", value=v)
-        for v in (5, [], [["data-0123456789ab-00000.bin", 0, 8]], [["data", 0]])
-    ],
-    *[_set(*PIECE, 0, value=v) for v in ("manifest.json", ["x"])],
-    *[_set(*PIECE, 1, value=v) for v in (-8, 1, 10**15, 2**62, 0.0)],
-    *[_set(*PIECE, 2, value=v) for v in (-1, 7, 2**62, "x")],
-    _set("parts", "writer", "_kind", value="max_value"),
-    _set(*LEDGER, "positions", value=[1, 2]),
-    _set(*LEDGER, "positions", value={"$": "tensor", "name": "t1"}),
-    _set("parts", "sampler", "_length", value=2),
-    _set("parts", "sampler", "_remaining", value={"$": "tensor", "name": "t0"}),
-    _set("parts", "transforms", value={"0": {"x": 1}}),
-    _set("parts", "generator", value={"$": "ndarray", "name": "t0"}),
-    _set("parts", "generator", value={"$": "tensor", "name": "t0"}),
-    _set("parts", "generator", "device", value="nowhere"),
-    _set("parts", "generator", "device", value=5),
-    _set("parts", "generator", "state", value=5),
-    _set("parts", "generator", "state", value={"$": "tensor", "name": "t0"}),
-    _set("parts", "prepared", value={}),
-    _set("parts", "prepared", value=[5]),
-    _set("parts", "prepared", value=[{"index": 5, "anchors": 5, "info": [], "ran_out": False}]),
-    _drop("parts", "writer", "_episodes", "heads"),
-    _set("parts", "storage", "rows", value=7),
-    _set("parts", "storage", "rows", value=2**70),
-    _set("parts", "storage", "lanes", value=[2]),
-    _set("parts", "storage", "lanes", value=[0]),
-    _set("parts", "storage", "groups", value=[]),
-    _set("parts", "storage", "groups", value=[5]),
-    _set("parts", "storage", "plain", value=[1]),
-    _set("parts", "storage", "plain", value={"$": "dict", "items": [[0, 1]]}),
-    _set("parts", "storage", "order", value=[0]),
-    _set(*SCHEMA, value=5),
-    _set(*SCHEMA, "kind", value="exec"),
-    _set(*SCHEMA, "kind", value="tensorclass"),
-    _set(*SCHEMA, "children", value=[]),
-    _set(*SCHEMA, "children", 0, 1, "dtype", value="float32"),
-    _set(*SCHEMA, "children", 0, 1, "dtype", value="__builtins__"),
-    _set(*SCHEMA, "children", 0, 1, "shape", value=[2**40]),
-    _set("parts", "storage", value=_deep(300, "list")),
-    _set("parts", "writer", value=_deep(300, "tuple")),
-    _set("parts", "generator", value=_deep(450, "list")),
+FILES = [
+    *(_file(name) for name in (f"../{NAME}", "/etc/passwd", f"{NAME}/../../x", NAME)),
+    *(_file(name) for name in ("manifest.json", "")),
+    *(_file(NAME, {"size": size, "crc32": 0}) for size in (-1, True, 10**18)),
+    _file(NAME, 5),
 ]
+ENTRIES: list[tuple[tuple[Any, ...], list[Any]]] = [
+    *(
+        (("files", name), [{"size": 0, "crc32": 0}])
+        for name in (f"{NAME}\0", f"{NAME}\n", f"./{NAME}")
+    ),
+    (("version",), [0, True, 10**30, "3"]),
+    (("save",), [None, ["x"]]),
+    (("format",), [GONE, "another-checkpoint"]),
+    (("format_version",), [GONE, 0, -1, "1", None, True, 1.0]),
+    *(((name,), [GONE, []]) for name in ("files", "tensors", "parts")),
+    (("parts", "storage"), [GONE, 5, _deep(300, "list")]),
+    (("parts", "writer"), [GONE, 5, _deep(300, "tuple")]),
+    (("parts", "sampler"), [GONE, 5]),
+    (("parts", "transforms"), [GONE, 5, {"0": {"x": 1}}]),
+    (
+        ("parts", "generator"),
+        [GONE, 5, _deep(450, "list"), _tensor("t0"), _tensor("t0", "ndarray")],
+    ),
+    ((*COLUMN, "field"), [-4, 1, 16, 2**70, 8.0, "8", None, True]),
+    ((*COLUMN, "dtype"), ["int32", "load"]),
+    ((*COLUMN, "shape"), [[], [2], [-1], 1, None]),
+    (COLUMN, [{}, _tensor("t0")]),
+    ((*GROUP, "columns"), [[]]),
+    ((*GROUP, "records"), [GONE, 5, None, [1], _tensor("t1")]),
+    (("tensors", "t0"), [5]),
+    (("tensors", "t0", "dtype"), ["load", "no_such", "float32", 5]),
+    (("tensors", "t0", "shape"), [3, [], [64], [4, 32], [16, 8], [-1], ["8"], [True], [10**9]]),
+    (("tensors", "t0", "shape"), [[2**62, 2**62]]),
+    (("tensors", "t0", "pieces"), [5, [], [[NAME, 0, 8]], [["data", 0]]]),
+    ((*PIECE, 0), ["manifest.json", ["x"]]),
+    ((*PIECE, 1), [-8, 1, 10**15, 2**62, 0.0]),
+    ((*PIECE, 2), [-1, 7, 2**62, "x"]),
+    (("parts", "writer", "_kind"), ["max_value"]),
+    (("parts", "writer", "_ledger", "positions"), [[1, 2], _tensor("t1")]),
+    (("parts", "writer", "_episodes", "heads"), [GONE]),
+    (("parts", "sampler", "_length"), [2]),
+    (("parts", "sampler", "_remaining"), [_tensor("t0")]),
+    (("parts", "generator", "device"), ["nowhere", 5]),
+    (("parts", "generator", "state"), [5, _tensor("t0")]),
+    (("parts", "prepared"), [{}, [5], [{"index": 5, "anchors": 5, "info": [], "ran_out": False}]]),
+    (("parts", "storage", "rows"), [7, 2**70]),
+    (("parts", "storage", "lanes"), [[2], [0]]),
+    (("parts", "storage", "groups"), [[], [5]]),
+    (("parts", "storage", "plain"), [[1], {"$": "dict", "items": [[0, 1]]}]),
+    (("parts", "storage", "order"), [[0]]),
+    (SCHEMA, [5]),
+    ((*SCHEMA, "kind"), ["exec", "tensorclass"]),
+    ((*SCHEMA, "children"), [[]]),
+    ((*SCHEMA, "children", 0, 1, "dtype"), ["float32", "__builtins__"]),
+    ((*SCHEMA, "children", 0, 1, "shape"), [[2**40]]),
+]
+CRAFTED = [*FILES, *(_set(*path, value=value) for path, values in ENTRIES for value in values)]
 
 
 @pytest.mark.pitfall("CK7")
