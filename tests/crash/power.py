@@ -81,11 +81,7 @@ class _File:
 
 
 class Disk:
-    """The durable contents of a disk, and the pending changes.
-
-    Args:
-        directories: the nodes of directories.
-    """
+    """The durable contents of a disk, and the pending changes."""
 
     def __init__(self, directories: set[int]) -> None:
         self._directories = directories
@@ -203,11 +199,6 @@ def choose(recorder: Recorder, most: int, *, seed: int = 0) -> list[Cut]:
 
     Contents are made for twice as many cuts, since some are equal. If there are too few events,
     each has more than one content of the random styles.
-
-    Args:
-        recorder: the recorder of the workload.
-        most: the largest number of contents.
-        seed: chooses the contents.
     """
     draw, events = random.Random(seed), recorder.events
     places = [(at, style) for at in range(recorder.start, len(events)) for style in STYLES]

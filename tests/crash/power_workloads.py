@@ -1,7 +1,8 @@
 """Workloads whose files are recorded, and checks of what a loss of power leaves of them.
 
-Each workload returns its `Recorder` and a function that opens a folder. The function raises if the
-folder has none of the states of the given steps.
+Each workload takes the folder to record and further arguments of `Recorder`. It returns its
+`Recorder` and a function that opens a folder. The function raises if the folder has none of the
+states of the given steps.
 """
 
 from __future__ import annotations
@@ -115,13 +116,7 @@ def _release(buffer: ReplayBuffer) -> None:
 
 
 def commits(kind: str, folder: Path, **options: Any) -> tuple[Recorder, Check]:
-    """Change a durable buffer that lives on disk; each change is a step.
-
-    Args:
-        kind: one of `GROWING`, or of the kinds of `new_buffer`.
-        folder: the folder to record.
-        options: further arguments of `Recorder`.
-    """
+    """Change a durable buffer of a kind of `GROWING` or `new_buffer`; each change is a step."""
     folder.mkdir()
     saved, steps = folder.with_name("saved"), len(_NUMBERS)
     source = _buffer_of(kind, None)
@@ -156,13 +151,7 @@ def commits(kind: str, folder: Path, **options: Any) -> tuple[Recorder, Check]:
 
 
 def recovery(kind: str, cut: Cut, folder: Path, check: Check) -> Recorder:
-    """Open what a cut has left of `commits`; all of it is the step that is found.
-
-    Args:
-        kind, check: of `commits`.
-        cut: the content of the disk before.
-        folder: a new folder to record.
-    """
+    """Open what a cut has left of `commits`; all of it is the step that is found."""
     write_tree(cut.tree, folder)
     with Recorder(folder, lines_of=_LINES) as recorder:
         _release(_buffer_of(kind, folder / "rows"))
@@ -216,13 +205,7 @@ def _save(buffer: ReplayBuffer, folder: Path, step: int, keep: int) -> Any:
 
 
 def saves(folder: Path, keep: int, **options: Any) -> tuple[Recorder, Check]:
-    """Save a buffer over and over into one directory; each save is a step.
-
-    Args:
-        folder: the folder to record.
-        keep: as for `ReplayBuffer.dumps`.
-        options: further arguments of `Recorder`.
-    """
+    """Save a buffer over and over into one directory; each save is a step."""
     folder.mkdir()
     wanted = [None]
     buffer = _saved_buffer()
@@ -288,12 +271,7 @@ def _sources(folder: Path) -> list[list[Path]]:
 
 
 def publications(folder: Path, **options: Any) -> tuple[Recorder, Check]:
-    """Convert files to a data set, replace the data set, and remove it, in three steps.
-
-    Args:
-        folder: the folder to record.
-        options: further arguments of `Recorder`.
-    """
+    """Convert files to a data set, replace the data set, and remove it, in three steps."""
     folder.mkdir()
     corpora = _sources(folder.with_name("sources"))
     target = folder / "root" / "data"
@@ -340,12 +318,7 @@ def _episode(env: RecordReplay, number: int) -> None:
 
 
 def recordings(folder: Path, **options: Any) -> tuple[Recorder, Check]:
-    """Record episodes of an environment, in two sessions; each episode is a step.
-
-    Args:
-        folder: the folder to record.
-        options: further arguments of `Recorder`.
-    """
+    """Record episodes of an environment, in two sessions; each episode is a step."""
     folder.mkdir()
     with Recorder(folder, lines_of=_LINES, **options) as recorder:
         recorder.begin(1)
