@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
+import replaykit
 from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
 from replaykit.mixture.joining import BatchParts, stacked
 from tests.mixture.members import check_rows, make_member, rows_of
@@ -30,6 +31,32 @@ def buffer(data: Any) -> ReplayBuffer:
 
 def both(*members: ReplayBuffer, **arguments: Any) -> ReplayBufferEnsemble:
     return ReplayBufferEnsemble(*members, sample_from_all=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"sample_from_all": True}, {"p": [1, 0, 2], "num_buffer_sampled": 2}, {}],
+    ids=["all", "weights", "plain"],
+)
+def test_batches_have_the_form_of_torchrl(arguments: dict[str, Any]) -> None:
+    def made(library: Any) -> Any:
+        members = []
+        for number in range(3):
+            rb = library.TensorDictReplayBuffer(storage=library.LazyTensorStorage(20))
+            rb.extend(rows_of(number, 12))
+            members.append(rb)
+        return library.ReplayBufferEnsemble(*members, batch_size=12, **arguments)
+
+    ours = made(replaykit).sample()
+    theirs = made(pytest.importorskip("torchrl.data")).sample()
+    assert ours.batch_size == theirs.batch_size
+    assert set(ours.keys(True, True)) - {"index_generation"} == set(theirs.keys(True, True))
+    for key in theirs.keys(True, True):
+        assert (ours[key].dtype, ours[key].shape) == (theirs[key].dtype, theirs[key].shape), key
+    for batch in (ours, theirs):
+        check_rows(batch)
+        ids = batch["index", "buffer_ids"]
+        assert (ids == ids[:, :1]).all()
 
 
 @given(

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from replaykit import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, WriterEnsemble
+from replaykit.mixture.member_parts import chosen
 from tests.mixture.members import STRIDE, check_rows, make_ensemble, make_member
 from tests.support.refusals import refuses
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        (1, 1),
+        (-1, 3),
+        (np.int64(2), 2),
+        (torch.tensor(2), 2),
+        (slice(1, 3), [1, 2]),
+        (..., [0, 1, 2, 3]),
+        ([3, 0, -1], [3, 0, 3]),
+        (range(2), [0, 1]),
+        (torch.tensor([1, 1]), [1, 1]),
+        (np.array([2]), [2]),
+        ([], []),
+        ([True, False, False, True], [0, 3]),
+    ],
+)
+def test_every_form_of_an_index_chooses_members(index: Any, found: Any) -> None:
+    assert chosen(index, 4, "it") == found
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "words"),
+    [
+        (4, IndexError, "in \\[-4, 4\\), got 4"),
+        (-5, IndexError, "got -5"),
+        ([0, 7], IndexError, "got 7"),
+        (1.0, TypeError, "got 1.0"),
+        ([0.5], TypeError, "integers"),
+        (torch.tensor([1.0]), TypeError, "integers"),
+        (True, TypeError, "got True"),
+        ("id", TypeError, "got 'id'"),
+        (torch.zeros(1, 1, dtype=torch.int64), RuntimeError, "one dimension, got 2"),
+        ([True, False], IndexError, "expected 4 bools"),
+    ],
+)
+def test_invalid_member_indices_are_refused(index: Any, error: type[Exception], words: str) -> None:
+    refuses(error, words, chosen, index, 4, "it")
 
 
 def test_index_gives_a_member_or_a_smaller_ensemble() -> None:
@@ -16,19 +60,14 @@ def test_index_gives_a_member_or_a_smaller_ensemble() -> None:
     assert ensemble[-1] is ensemble.members[2]
     assert ensemble[:] is ensemble
     assert ensemble[...] is ensemble
-    for index in (slice(0, 3, 2), [0, 2], torch.tensor([0, 2]), [True, False, True]):
-        picked = ensemble[index]
-        assert isinstance(picked, ReplayBufferEnsemble)
-        assert picked.members == (ensemble[0], ensemble[2])
-        assert torch.allclose(picked.sampler.p, torch.tensor([1, 5]).double() / 6)
-        assert picked.sampler.num_buffer_sampled == 3
-        assert picked.sample().shape == (3, 2)
-    with pytest.raises(IndexError):
-        ensemble[3]
+    picked = ensemble[[0, 2]]
+    assert isinstance(picked, ReplayBufferEnsemble)
+    assert picked.members == (ensemble[0], ensemble[2])
+    assert torch.allclose(picked.sampler.p, torch.tensor([1, 5]).double() / 6)
+    assert picked.sampler.num_buffer_sampled == 3
+    assert picked.sample().shape == (3, 2)
     refuses(IndexError, "at least one", lambda: ensemble[[]])
     refuses(RuntimeError, "dimension", lambda: ensemble[torch.zeros(1, 1, dtype=torch.int64)])
-    with pytest.raises(TypeError):
-        ensemble[1.5]
 
 
 def test_selection_keeps_sample_from_all() -> None:
@@ -75,10 +114,7 @@ def test_parts_take_the_same_indices_as_the_ensemble() -> None:
     assert [int(row["id"]) for row in storages[:, 4]] == [4, STRIDE + 4, 2 * STRIDE + 4]
     assert [storage is ensemble[i].storage for i, storage in enumerate(storages)] == [True] * 3
     for part in (storages, samplers, writers):
-        with pytest.raises(TypeError):
-            part[0.5]
-        with pytest.raises(RuntimeError):
-            part[torch.zeros(1, 1, dtype=torch.int64)]
+        refuses(TypeError, "0.5", lambda part=part: part[0.5])
 
 
 def test_generations_are_those_of_each_member() -> None:

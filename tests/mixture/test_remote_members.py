@@ -26,6 +26,7 @@ from replaykit import (
     ShardedReplayBuffer,
     SliceSampler,
 )
+from replaykit.checkpoint import checkpoint_versions
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
 from replaykit.datasets.published_buffer import MappedStorage
@@ -71,6 +72,12 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def together(*members: Any, **arguments: Any) -> ReplayBufferEnsemble:
+    """An ensemble of which each batch has rows of all members; draws follow from a seed."""
+    arguments = {"batch_size": 8, "generator": seeded(), **arguments}
+    return ReplayBufferEnsemble(*members, sample_from_all=True, **arguments)
+
+
 def prioritized() -> PrioritizedSampler:
     return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
 
@@ -100,26 +107,6 @@ def test_counts_are_exact_and_every_row_matches_its_index(far: Any) -> None:
     assert ensemble[1] is shards
     assert ensemble.members[1] is shards
     assert (ensemble.num_members, len(ensemble)) == (2, 40)
-
-
-@pytest.mark.parametrize("p", [[1, 2, 3, 4], "size", None])
-def test_members_are_drawn_by_their_weights(far: Any, p: Any) -> None:
-    sizes = [10, 20, 30, 40]
-    ensemble = ReplayBufferEnsemble(
-        make_member(0, 10),
-        far(1, 20),
-        make_member(2, 30),
-        far(3, 40),
-        p=p,
-        num_buffer_sampled=4000,
-        generator=seeded(1),
-    )
-    batch = ensemble.sample(4000)
-    check_rows(batch)
-    found = np.bincount(batch["index", "buffer_ids"].reshape(-1).numpy(), minlength=4)
-    weights = np.array(sizes if p == "size" else p or [1, 1, 1, 1], float)
-    expected = 4000 * weights / weights.sum()
-    assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_3
 
 
 def test_weights_by_size_follow_the_size_at_the_draw(far: Any) -> None:
@@ -185,9 +172,7 @@ def test_windows_of_shards_stay_in_one_part(far: Any) -> None:
 
 def test_nested_ensemble_may_contain_remote_members(far: Any) -> None:
     inner = ReplayBufferEnsemble(make_member(1), far(2), sample_from_all=True)
-    outer = ReplayBufferEnsemble(
-        make_member(0), inner, sample_from_all=True, batch_size=16, generator=seeded()
-    )
+    outer = together(make_member(0), inner, batch_size=16)
     batch = outer.sample()
     index = batch["index", "index"]
     assert (batch["id"][0] == index[0]).all()
@@ -195,12 +180,8 @@ def test_nested_ensemble_may_contain_remote_members(far: Any) -> None:
 
 
 def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> None:
-    ensemble = ReplayBufferEnsemble(
-        make_member(0),
-        far(1),
-        transform=lambda batch: batch.set("twice", 2 * batch["id"]),
-        sample_from_all=True,
-        batch_size=4,
+    ensemble = together(
+        make_member(0), far(1), transform=lambda batch: batch.set("twice", 2 * batch["id"])
     )
     batch = ensemble.sample()
     assert (batch["twice"] == 2 * batch["id"]).all()
@@ -212,9 +193,7 @@ def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> Non
     assert (stats["size"], stats["write_count"], stats["capacity"]) == (40, 40, capacity)
     assert ensemble.write_count == 40
     assert ensemble.storage.max_size == capacity
-    listed = ReplayBufferEnsemble(
-        make_member(0), far(1), sample_from_all=True, collate_fn=lambda parts: parts
-    )
+    listed = together(make_member(0), far(1), collate_fn=lambda parts: parts)
     assert [part["id"].shape for part in listed.sample(6)] == [(3,), (3,)]
 
 
@@ -226,14 +205,8 @@ def test_remote_member_draws_like_a_local_buffer(far: Any, sampler: Any) -> None
     handle = far(1, sampler=sampler())
     batches = []
     for member in (handle, make_member(1, sampler=sampler())):
-        ensemble = ReplayBufferEnsemble(
-            make_member(0, sampler=sampler()),
-            member,
-            sample_from_all=True,
-            batch_size=16,
-            generator=seeded(),
-        )
-        batches.append(ensemble.sample())
+        here = make_member(0, sampler=sampler())
+        batches.append(together(here, member, batch_size=16).sample())
     assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
     for one in batches:
         check_rows(one)
@@ -247,9 +220,7 @@ def test_remote_member_draws_like_a_local_buffer(far: Any, sampler: Any) -> None
 @only_actors
 def test_ensemble_follows_changed_sampler_of_remote_member(far: Any) -> None:
     handle = far(1)
-    ensemble = ReplayBufferEnsemble(
-        make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
-    )
+    ensemble = together(make_member(0), handle)
     assert "priority_weight" not in ensemble.sample()
     handle.set_sampler(prioritized())
     batch = ensemble.sample()
@@ -289,9 +260,7 @@ def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
 def test_priorities_reach_the_member(far: Any) -> None:
     shards = far(1, 10, sampler=prioritized)
     here = make_member(0, 10, sampler=prioritized())
-    ensemble = ReplayBufferEnsemble(
-        here, shards, sample_from_all=True, batch_size=200, generator=seeded()
-    )
+    ensemble = together(here, shards, batch_size=200)
     batch = ensemble.sample()
     batch["td_error"] = (batch["index", "index"] == 7).float()
     ensemble.update_tensordict_priority(batch)
@@ -345,7 +314,7 @@ def test_unsupported_samplers_are_refused_as_members(far: Any) -> None:
     with pytest.raises(ValueError, match=r"member 1: .*SamplerWithoutReplacement"):
         ReplayBufferEnsemble(make_member(0), far(1, sampler=SamplerWithoutReplacement()))
     handle = far(1)
-    ensemble = ReplayBufferEnsemble(make_member(0), handle, sample_from_all=True, batch_size=4)
+    ensemble = together(make_member(0), handle)
     handle.set_sampler(SamplerWithoutReplacement())
     refuses(ValueError, r"member 1: .*SamplerWithoutReplacement", ensemble.sample)
     handle.set_sampler(RandomSampler())
@@ -353,7 +322,7 @@ def test_unsupported_samplers_are_refused_as_members(far: Any) -> None:
 
 
 def test_remote_samples_with_other_keys_are_refused(far: Any) -> None:
-    ensemble = ReplayBufferEnsemble(make_member(0), far(1, 0), sample_from_all=True)
+    ensemble = together(make_member(0), far(1, 0))
     ensemble[1].extend(TensorDict({"other": torch.zeros(4)}, [4]))
     before = ensemble.sampler.ran_out
     for _ in range(2):
@@ -418,16 +387,9 @@ def test_failed_batch_changes_no_member(far: Any, monkeypatch: pytest.MonkeyPatc
     shards = far(1)
     here = make_member(0, 6, sampler=SamplerWithoutReplacement())
     trouble = Trouble(monkeypatch, shards)
-    ensemble = ReplayBufferEnsemble(
-        here, shards, sample_from_all=True, batch_size=4, generator=seeded()
-    )
-    expected = ReplayBufferEnsemble(
-        make_member(0, 6, sampler=SamplerWithoutReplacement()),
-        shards,
-        sample_from_all=True,
-        batch_size=4,
-        generator=seeded(),
-    )
+    ensemble = together(here, shards, batch_size=4)
+    other = make_member(0, 6, sampler=SamplerWithoutReplacement())
+    expected = together(other, shards, batch_size=4)
     first = ensemble.sample()
     assert same(first, expected.sample())
     trouble.error = RuntimeError("it has ended")
@@ -469,9 +431,7 @@ def test_ensemble_continues_without_a_member_that_ended(
 @only_actors
 def test_a_late_answer_is_a_timeout(far: Any) -> None:
     handle = far(1)
-    ensemble = ReplayBufferEnsemble(
-        make_member(0), handle, sample_from_all=True, batch_size=8, generator=seeded()
-    )
+    ensemble = together(make_member(0), handle)
     handle._actor.busy = True
     refuses(TimeoutError, "member 1: no answer within", ensemble.sample, timeout=0.01)
     handle._actor.busy = False
@@ -508,7 +468,7 @@ def test_remote_requests_overlap_reads_of_local_members(
     shards = far(1)
     here = make_member(0)
     trouble = Trouble(monkeypatch, shards)
-    ensemble = ReplayBufferEnsemble(here, shards, sample_from_all=True, batch_size=4)
+    ensemble = together(here, shards)
     order: list[str] = []
     sample = here.sampler.sample
     monkeypatch.setattr(
@@ -529,7 +489,7 @@ def test_failing_remote_member_leaves_local_priorities(
 ) -> None:
     shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
     trouble = Trouble(monkeypatch, shards)
-    ensemble = ReplayBufferEnsemble(here, shards, sample_from_all=True, batch_size=20)
+    ensemble = together(here, shards, batch_size=20)
     batch = ensemble.sample()
     batch["td_error"] = (batch["index", "index"] == 7).float()
     trouble.error = TimeoutError("no answer")
@@ -572,8 +532,6 @@ def test_versions_restore_the_saves_of_remote_members(far: Any, tmp_path: Path) 
         ensemble.dumps(tmp_path, keep=2)
         assert len(ensemble[1]) == size
     assert len(list((tmp_path / "elsewhere").iterdir())) == 2
-    from replaykit.checkpoint import checkpoint_versions
-
     old, new = checkpoint_versions(tmp_path)
     ensemble.loads(tmp_path, version=old)
     assert len(ensemble[1]) == 30

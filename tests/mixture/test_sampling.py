@@ -68,16 +68,6 @@ def test_every_part_contains_rows_of_one_member(name: str, times: int) -> None:
             assert (batch["sequence_id"] == torch.tensor([0, 0, 1, 1])).all()
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_sample_info_has_the_keys_that_the_sampler_declares(name: str) -> None:
-    member = make_member(0, sampler=SAMPLERS[name](), batch_size=4)
-    _, info = member.sample(4, return_info=True)
-    marks = {("next", "done"), ("next", "truncated"), ("next", "terminated"), "is_init"}
-    assert set(info) - marks - {"index", "index_generation"} == set(member.sampler.info_keys) - {
-        "index_generation"
-    }
-
-
 @pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(alpha=1, beta=1)])
 def test_sample_info_has_the_keys_that_the_sequence_declares(sampler: Any) -> None:
     member = make_member(0, sampler=sampler(), sample_unit=Sequence(length=3))
@@ -153,24 +143,6 @@ def test_weights_may_be_set_at_any_time() -> None:
     assert ensemble.sampler.p.tolist() == [0, 1]
     ensemble.sampler.p[0] = 5  # a copy
     assert ensemble.sampler.p.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("width", [1, 4096])
-def test_rows_stand_at_their_parts_in_any_order_of_members(width: int) -> None:
-    """Narrow rows go there in one gather, wide ones member by member."""
-    members = []
-    for number in range(3):
-        rb = ReplayBuffer(storage=LazyTensorStorage(50))
-        rows = rows_of(number, 20)
-        rb.extend(rows.set("wide", rows["id"][:, None].expand(-1, width).float().contiguous()))
-        members.append(rb)
-    random = torch.Generator().manual_seed(1)
-    ensemble = ReplayBufferEnsemble(*members, num_buffer_sampled=50, generator=random)
-    batch = ensemble.sample(100)
-    ids = batch["index", "buffer_ids"][:, 0]
-    assert (ids[1:] < ids[:-1]).any()
-    check_rows(batch)
-    assert (batch["wide"] == batch["id"][..., None]).all()
 
 
 # -- members that are not ready -------------------------------------------------------------------

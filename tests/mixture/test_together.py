@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ from replaykit import (
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
 )
+from tests.distributed.laws import running
 from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
 from tests.support.refusals import refuses
 
@@ -22,14 +24,10 @@ from tests.support.refusals import refuses
 def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:
     ensemble = make_ensemble([20, 20], p=[1, 1], num_buffer_sampled=4, batch_size=8, prefetch=2)
     inner = ReplayBufferEnsemble(ensemble, make_member(0), sample_from_all=True)
-    failed: list[BaseException] = []
 
     def work(step: Any) -> None:
-        try:
-            for number in range(40):
-                step(number)
-        except BaseException as error:
-            failed.append(error)
+        for number in range(40):
+            step(number)
 
     def write(number: int) -> None:
         member = number % 2
@@ -48,14 +46,8 @@ def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:
             ensemble.state_dict()
             inner.sample(16)
 
-    steps = [write, sample, sample, save]
-    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failed == []
+    with running(*(functools.partial(work, step) for step in (write, sample, sample, save))):
+        pass
     ensemble.shutdown()
 
 
@@ -67,11 +59,8 @@ def test_threads_share_one_pass() -> None:
     def draw() -> None:
         found.extend(ensemble.sample(8)["id"] for _ in range(5))
 
-    threads = [threading.Thread(target=draw) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with running(draw, draw):
+        pass
     ids = torch.cat(found, 1).sort(1).values
     assert ids.tolist() == [list(range(40)), list(range(1000, 1040))]
 
