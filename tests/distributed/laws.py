@@ -14,6 +14,9 @@ from tensordict import TensorDict
 
 Array = np.ndarray[Any, Any]
 
+FAR = 4.0
+"""Standard deviations of chi-square that one law is never away from itself with these seeds."""
+
 
 def chi_square(found: Array, expected: Array) -> float:
     """How far counts are from what is expected, in standard deviations of chi-square."""
@@ -64,6 +67,12 @@ def episodes(lengths: list[int], first: int = 0) -> TensorDict:
         "next": {"done": last[:, None]},
     }
     return TensorDict(rows, [len(ids)])
+
+
+def check_law(buffer: Any, draws: int, batch: int, weights: Array) -> None:
+    """Assert that rows are drawn, or windows begin, as often as their weights say."""
+    found = counts(buffer, draws, batch, len(weights))
+    assert abs(chi_square(found, found.sum() * weights / weights.sum())) < FAR
 
 
 def counts(buffer: Any, draws: int, batch: int, rows: int, key: str = "x") -> Array:

@@ -88,7 +88,7 @@ def test_batches_that_go_together_are_those_that_would_have_come(
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4, 8, 13])
 def test_priority_updates_apply_after_prefetched_batches(prefetch: int) -> None:
-    """At most ``prefetch`` batches were drawn before; its own change of sampler drops them."""
+    """At most ``prefetch`` batches were drawn before; its own other changes drop them."""
     actor = Actor(
         storage=LazyTensorStorage(50), batch_size=4, sampler=PrioritizedSampler(alpha=1.0, beta=1.0)
     )
@@ -103,6 +103,9 @@ def test_priority_updates_apply_after_prefetched_batches(prefetch: int) -> None:
         assert batches[prefetch:] == [[number % 50]] * 2
     ahead.set_sampler(RandomSampler())
     assert len(ahead.sample()["index"].unique()) > 1
+    ahead.empty()
+    plain.extend(make_rows(100, 3))
+    assert int(ahead.sample()["id"].min()) >= 100
 
 
 def test_error_in_a_group_of_batches_is_raised_once() -> None:

@@ -50,6 +50,15 @@ def kill(rb: Any, shard: int) -> None:
     rb._members.shards[shard].kill()
 
 
+def restart(rb: Any, *shards: int) -> None:
+    """Kill shards, and return once they have come back."""
+    for shard in shards:
+        kill(rb, shard)
+    rb.stats()
+    for shard in shards:
+        rb._members.wait_for([shard], float("inf"))
+
+
 def test_sampling_continues_from_the_other_shards(sharded: Any) -> None:
     losses: list[ShardLoss] = []
     rb = sharded(3, on_loss=losses.append, batch_size=60)
@@ -86,8 +95,7 @@ def test_restarted_shard_restores_saved_rows(sharded: Any, tmp_path: Any) -> Non
     holder = rb._members.shards[1].holder
     holder._next_save = float("inf")
     rb.extend(numbered(8, 4))
-    kill(rb, 1)
-    batch = rb.sample(400)
+    restart(rb, 1)
     batch = rb.sample(400)
     assert losses == [ShardLoss(1, 0, 4, 6, 2, 4)]
     assert set(batch["x"][batch["x"] % 2 == 1].tolist()) == {1, 3, 5, 7}
@@ -111,9 +119,7 @@ def test_a_handle_of_a_lost_row_names_no_new_one(sharded: Any) -> None:
     )
     index = rb.extend(numbered(0, 4))
     _, info = rb.sample(40, return_info=True)
-    kill(rb, 0)
-    rb.sample(2)
-    rb._members.wait_for([0], float("inf"))
+    restart(rb, 0)
     assert rb.extend(numbered(4, 4)).tolist() == [0, 5, 2, 7]
     old = info["index"] % 2 == 0
     rb.update_priority(info["index"], 3.0, generation=info["index_generation"])
@@ -146,9 +152,7 @@ def test_every_client_reports_its_rows_lost_with_a_dead_shard(sharded: Any) -> N
     for first, client in enumerate(clients, 1):
         client.extend(numbered(4 * first, 4))
     clients.pop(0)
-    kill(rb, 0)
-    rb.sample(4)
-    rb._members.wait_for([0], float("inf"))
+    restart(rb, 0)
     assert rb.stats()["rows_lost"] == 4
     assert clients.pop(0).stats()["shards"] == [None, 10]
     assert rb.stats()["rows_lost"] == 6
@@ -188,11 +192,7 @@ def test_emptied_rows_are_not_restored(sharded: Any, tmp_path: Any) -> None:
         shard.holder.save_own()
     rb.empty()
     rb.extend(numbered(8, 4))  # within the interval: not saved
-    for shard in range(2):
-        kill(rb, shard)
-    rb.stats()
-    rb._members.wait_for([0], float("inf"))
-    rb._members.wait_for([1], float("inf"))
+    restart(rb, 0, 1)
     assert rb.stats()["shards"] == [0, 0]
 
 
@@ -213,9 +213,7 @@ def test_a_save_that_fails_is_logged_and_tried_again(
     assert str(error) in caplog.text
     holder._snapshot = snapshot
     rb.extend(numbered(3, 3))
-    kill(rb, 0)
-    rb.stats()
-    rb._members.wait_for([0], float("inf"))
+    restart(rb, 0)
     assert rb[:]["x"].tolist() == list(range(6))
 
 
@@ -250,15 +248,11 @@ def test_emptied_and_replaced_rows_do_not_count_as_lost(sharded: Any, tmp_path: 
     rb.dumps(tmp_path)
     rb.extend(numbered(8, 40))
     rb.loads(tmp_path)
-    kill(rb, 0)
-    rb.sample(9)
-    rb.sample(9)
+    restart(rb, 0)
     rb.extend(numbered(0, 20))
     rb.empty()
     rb.extend(numbered(0, 2))
-    kill(rb, 1)
-    rb.sample(9)
-    rb.sample(9)
+    restart(rb, 1)
     assert [(loss.shard, loss.rows) for loss in losses] == [(0, 4), (1, 1)]
 
 

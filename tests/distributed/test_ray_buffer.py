@@ -466,18 +466,6 @@ def test_close_loses_nothing_and_leaves_ray_running(
     assert sorted(found["id"].tolist()) == list(range(10))
 
 
-def test_request_to_an_empty_buffer_is_sent_again(rb: RayReplayBuffer) -> None:
-    handle = rb.client(prefetch=2)
-    refuses(RuntimeError, "empty", handle.sample)
-    rb.extend(make_rows(0, 10))
-    assert handle.sample().shape == (4,)
-    ahead = handle.sample_async()
-    assert ahead.result().shape == (4,)
-    handle.empty()
-    rb.extend(make_rows(30, 3))
-    assert int(handle.sample()["id"].min()) >= 30
-
-
 def test_close_reports_errors_of_all_handles_even_deleted_ones(make: Any) -> None:
     buffer = make(storage=lambda: LazyTensorStorage(50))
     buffer.extend(make_rows(0, 2))

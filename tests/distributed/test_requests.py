@@ -72,24 +72,6 @@ class Actor:
             self.answered += 1
 
 
-def test_an_error_of_a_request_made_for_this_call_is_raised() -> None:
-    """Those that were made before may have come too early, and are only passed over."""
-    actor = Actor()
-
-    def refused(count: int) -> Any:
-        answers = actor.request(count)
-        answers[0].say(RuntimeError(f"request {len(actor.sent)}"))
-        return answers
-
-    ahead = RequestQueue(refused, depth=2)
-    refuses(RuntimeError, r"request 1$", ahead.next)
-    refuses(RuntimeError, r"request 4$", ahead.next)
-    ahead._request = actor.request
-    with pytest.raises(TimeoutError):
-        ahead.next(timeout=0.0)
-    assert len(actor.sent) == 9
-
-
 def small(actor: Actor) -> None:
     """Answers all requests with batches that are known to be small."""
     for answer in actor.sent:
@@ -233,20 +215,6 @@ def test_prefetch_does_not_change_draws(sharded: Any, sampler: Any) -> None:
         return [await ahead.sample_async() for _ in range(3)]
 
     assert all(alike(*pair) for pair in zip(asyncio.run(three()), expected[6:], strict=True))
-
-
-def test_priority_update_affects_later_requests(sharded: Any) -> None:
-    """Two batches are under way: they are of before, the third is of the new priorities."""
-    rb = make(sharded, prefetch=2)
-    rb.sample()
-    index = rb._names.join(0, torch.arange(rb.stats()["shards"][0]))
-    for shard in (1, 2):
-        others = rb._names.join(shard, torch.arange(rb.stats()["shards"][shard]))
-        rb.update_priority(others, 0.0)
-    rb.update_priority(index, 1e6)
-    seen = [int((rb.sample()["index"] % 3 == 0).sum()) for _ in range(4)]
-    assert seen[2:] == [12, 12]
-    assert min(seen[:2]) < 12
 
 
 def test_dropped_batches_are_drawn_again(sharded: Any, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
 from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
+from tests.distributed.laws import running
 from tests.pace.calls import counts, numbers, started
 from tests.support.refusals import refuses
 
@@ -40,6 +41,10 @@ def waiting(rb: Any, count: int) -> None:
     while rb._tickets.keeper.pace._waiting < count:
         assert time.monotonic() < until
         time.sleep(0.001)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def went(call: Callable[..., Any], *args: Any, timeout: float = 0.0) -> bool:
@@ -106,7 +111,7 @@ def test_many_clients_never_break_the_law(
     """Whenever counts are looked at; and who is refused has changed nothing."""
     limiter = RateLimiter(ratio, least, error)
     rb = sharded(3, rate_limiter=limiter, batch_size=5)
-    total, seen, failed = 240, [], []
+    total, seen = 240, []
 
     def write(handle: Any, first: int) -> None:
         step = 0
@@ -121,30 +126,20 @@ def test_many_clients_never_break_the_law(
                 pass
             seen.append(count)
 
-    def guarded(work: Callable[..., None], *args: Any) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work(*args)
-            except Exception as error:
-                failed.append(error)
-
-        return run
-
     batches = int((total * ratio - (ratio * least)) / 5 / 2)
     works = [
-        *(guarded(write, rb.client(), first) for first in (0, 1000)),
-        *(guarded(sample, rb.client(torch.Generator().manual_seed(i)), batches) for i in range(2)),
+        *(functools.partial(write, rb.client(), first) for first in (0, 1000)),
+        *(functools.partial(sample, rb.client(seeded(i)), batches) for i in range(2)),
     ]
-    threads = [started(work) for work in works]
     until = time.monotonic() + 60
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < until:
-        state = rb._tickets.keeper.stats()
-        diff = state["inserts"] * ratio - state["samples"]
-        assert state["inserts"] <= least or diff <= limiter.max_diff + 1e-6
-        assert not state["samples"] or diff >= limiter.min_diff - 1e-6
-        time.sleep(0.001)
-    assert not failed
-    assert not any(thread.is_alive() for thread in threads)
+    with running(*works) as failed:
+        while counts(rb) != (total, 10 * batches) and not failed:
+            state = rb._tickets.keeper.stats()
+            diff = state["inserts"] * ratio - state["samples"]
+            assert state["inserts"] <= least or diff <= limiter.max_diff + 1e-6
+            assert not state["samples"] or diff >= limiter.min_diff - 1e-6
+            assert time.monotonic() < until
+            time.sleep(0.001)
     assert counts(rb) == (total, 5 * len(seen))
     stored = [*range(total // 2), *range(1000, 1000 + total // 2)]
     assert sorted(rb[:]["number"].tolist()) == stored

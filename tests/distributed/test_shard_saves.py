@@ -16,8 +16,6 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LaneWriter,
-    LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -30,7 +28,7 @@ from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import chi_square, counts, episodes, numbered, running
+from tests.distributed.laws import check_law, episodes, numbered, running
 from tests.support.refusals import refuses
 
 
@@ -164,8 +162,7 @@ def test_loading_deals_rows_to_another_number_of_shards(
     assert sorted(found.tolist()) == sorted(kept.tolist())
     assert found.tolist() == sorted(found.tolist())
     assert other.stats()["shards"] == [len(range(s, 30, shards)) for s in range(shards)]
-    drawn = counts(other, 20_000, 2000, 41)
-    assert abs(chi_square(drawn, 20_000 * raw / raw.sum())) < 4
+    check_law(other, 20_000, 2000, raw)
     assert other.extend(numbered(41, 1)).tolist() == [30]
     assert float(other.sample(1)["priority_weight"]) <= 1
 
@@ -193,9 +190,7 @@ def test_episodes_stay_whole_in_other_numbers_of_shards(
     v = np.zeros(len(rows))
     for first, size in zip(begin, lengths, strict=True):
         v[first : first + max(0, size - 2)] = p.numpy()[first : first + max(0, size - 2)]
-    found = counts(other, 30_000, 3000, len(rows))
-    drawn = found.sum()
-    assert abs(chi_square(found, drawn * v / v.sum())) < 4
+    check_law(other, 30_000, 3000, v)
 
 
 def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
@@ -214,8 +209,7 @@ def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
     )
     for first in range(0, 12, 2):
         rb.extend(rows[first : first + 2])
-        for shard in rb._members.shards:
-            shard.holder.buffer.cut()
+        rb.cut()
     rb.dumps(tmp_path)
     other = sharded(
         1, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k", batch_size=400
@@ -582,14 +576,6 @@ def windows(rb: Any) -> set[tuple[int, ...]]:
     return {tuple(pair) for pair in rb.sample(2000)["x"].reshape(-1, 2).tolist()}
 
 
-def sever(rb: Any, stream: int | None = None) -> None:
-    """Severs a stream, or all, in the shards that have rows of it."""
-    for shard in rb._members.shards:
-        buffer = shard.holder.buffer
-        if stream is None or stream in buffer[:]["k"].tolist():
-            buffer.cut(stream)
-
-
 def test_cut_remains_after_its_row_moves_to_another_shard(sharded: Any, tmp_path: Path) -> None:
     """What was severed with it stays severed, although its neighbour is gone."""
 
@@ -600,34 +586,9 @@ def test_cut_remains_after_its_row_moves_to_another_shard(sharded: Any, tmp_path
     here, elsewhere = home.index(0), home.index(1)
     rb = make(1)
     rb.extend(steps([here, here, elsewhere], [0, 1, 100]))
-    sever(rb)
+    rb.cut()
     rb.extend(steps([here, here], [2, 3]))
     rb.dumps(tmp_path)
     other = make(2)
     other.loads(tmp_path)
     assert windows(other) == {(0, 1), (2, 3)}
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_stream_is_severed_alone(sharded: Any, tmp_path: Path, shards: int) -> None:
-    """Those that it came interleaved with go on: all windows are there, and no others."""
-
-    def make(count: int) -> Any:
-        return sharded(
-            count,
-            storage=lambda: LazyTensorStorage(400, lane_key="k"),
-            writer=lambda: LaneWriter(40),
-            sampler=lambda: SliceSampler(slice_len=2),
-            shard_key="k",
-        )
-
-    rb, streams = make(2), list(range(6))
-    for step in range(6):
-        if step == 3:
-            sever(rb, 2)
-        rb.extend(steps(streams, [100 * stream + step for stream in streams]))
-    rb.dumps(tmp_path)
-    other = make(shards)
-    other.loads(tmp_path)
-    expected = {(100 * s + t, 100 * s + t + 1) for s in streams for t in range(5)} - {(202, 203)}
-    assert windows(rb) == windows(other) == expected

@@ -28,7 +28,7 @@ from replaykit import (
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
 from replaykit.sharding import ShardLossWarning
-from tests.distributed.laws import chi_square, counts, episodes
+from tests.distributed.laws import check_law, episodes
 from tests.ray_cluster import RAY_MARKS
 from tests.support.refusals import refuses
 
@@ -76,7 +76,7 @@ def test_two_actors_are_one_buffer(
     p = torch.rand(20, generator=torch.Generator().manual_seed(1)) + 0.1
     rb.update_priority(index, p)
     v = p.double().numpy()
-    assert abs(chi_square(counts(rb, 20_000, 2000, 20), 20_000 * v / v.sum())) < 4
+    check_law(rb, 20_000, 2000, v)
     batch = rb.sample()
     np.testing.assert_allclose(batch["priority_weight"], v.min() / v[batch["x"]], rtol=1e-5)
     assert torch.equal(batch["wide"], rows["wide"][batch["x"]])
@@ -191,24 +191,18 @@ def die(client: Any, side: int, count: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture
-def paced(ray_cluster: Any) -> Iterator[ShardedReplayBuffer]:
-    with ShardedReplayBuffer(
+@pytest.mark.programs
+def test_clients_in_other_processes_keep_each_others_pace(
+    make_shards: Any, ray_cluster: Any
+) -> None:
+    """Of one pair of actors, since each takes seconds to start."""
+    paced = make_shards(
         num_shards=2,
         storage=lambda: LazyTensorStorage(400),
         rate_limiter=RateLimiter(2, 6, 12),
         batch_size=4,
-        remote_config={"num_cpus": 0},
         on_loss=lambda loss: None,
-    ) as made:
-        yield made
-
-
-@pytest.mark.programs
-def test_clients_in_other_processes_keep_each_others_pace(
-    paced: ShardedReplayBuffer, ray_cluster: Any
-) -> None:
-    """Of one pair of actors, since each takes seconds to start."""
+    )
 
     def counts() -> tuple[int, int]:
         stats = paced.stats()
@@ -251,7 +245,7 @@ def test_clients_in_other_processes_keep_each_others_pace(
         assert time.monotonic() < until
         time.sleep(0.05)
 
-    ray_cluster.kill(paced._members.shards[0].actor, no_restart=True)  # type: ignore[attr-defined]
+    ray_cluster.kill(paced._members.shards[0].actor, no_restart=True)
     with pytest.warns(ShardLossWarning, match="shard 0"):
         client.extend(torch.zeros(3), timeout=100)
     assert paced.stats()["restarts"] == 1

@@ -312,7 +312,10 @@ def write_steps(buffers: Any, first: int) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("lane", [None, 3, [0, 2], torch.tensor([4])])
-def test_streams_are_cut_as_in_one_buffer(sharded: Any, shards: int, lane: Any) -> None:
+def test_streams_are_cut_as_in_one_buffer(
+    sharded: Any, tmp_path: Path, shards: int, lane: Any
+) -> None:
+    """Those that they came interleaved with go on, also in another number of shards."""
     both = streams(sharded, shards)
     for buffer in both:
         buffer.cut(lane)  # nothing is stored: nothing happens
@@ -323,7 +326,10 @@ def test_streams_are_cut_as_in_one_buffer(sharded: Any, shards: int, lane: Any) 
     severed = range(5) if lane is None else torch.as_tensor(lane).reshape(-1).tolist()
     expected = {(100 * s + t, 100 * s + t + 1) for s in range(5) for t in range(5)}
     expected -= {(100 * stream + 2, 100 * stream + 3) for stream in severed}
-    assert windows(both[0]) == windows(both[1]) == expected
+    other, _ = streams(sharded, 4 - shards)
+    both[0].dumps(tmp_path)
+    other.loads(tmp_path)
+    assert windows(both[0]) == windows(both[1]) == windows(other) == expected
 
 
 def test_an_unknown_stream_is_refused_before_any_is_cut(sharded: Any) -> None:

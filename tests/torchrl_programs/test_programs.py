@@ -99,22 +99,19 @@ LEARNS = {
     "best_trajectories": [falls("loss"), rises("least return kept", 1.0)],
 }
 LEARNS_SLOWLY = {
-    "td3": [falls("loss")],
     "ppo_write_all": [rises("reward", 0.1), rises("value", 0.5)],
     "iql": [falls("loss"), pulls],
     "recurrent": [falls("trajectory id"), falls("end of episode"), falls("without replacement")],
     "collected": [],  # finite losses; the program itself checks what is in the buffer
     "offline_to_online": [falls("loss")],
     "ddpg": [rises("reward", 0.1), rises("prioritized reward", 0.1)],
-    "dqn": [rises("return", 30.0)],
-    "prioritized_dqn": [rises("return", 20.0)],
+    "dqn": [rises("return", 30.0), rises("prioritized return", 20.0)],
     "sac": [rises("reward", 0.1)],
     "ppo": [rises("return", 20.0)],
 }
 
 SAME = {
     "dqn": ["loss", "return"],
-    "td3": ["loss"],
     "ddpg": ["loss", "reward"],
     "iql": ["loss"],
     "decision_transformer": ["loss"],
