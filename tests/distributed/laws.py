@@ -12,6 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from replaykit import PrioritizedSampler
+
 Array = np.ndarray[Any, Any]
 
 FAR = 4.0
@@ -48,6 +50,11 @@ def running(*works: Callable[[], Any]) -> Iterator[list[BaseException]]:
         for thread in threads:
             thread.join()
     assert failed == []
+
+
+def prioritized() -> PrioritizedSampler:
+    """Make a sampler that draws rows in proportion to their priorities."""
+    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
 
 
 def numbered(first: int, count: int) -> TensorDict:

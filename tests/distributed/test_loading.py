@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from replaykit import (
     BufferDataset,
     LazyTensorStorage,
-    PrioritizedSampler,
     RateLimiter,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -21,6 +20,7 @@ from replaykit import (
 )
 from replaykit.distributed.host import check_loader
 from tests.conftest import make_rows
+from tests.distributed.laws import prioritized
 from tests.distributed.stand_in import Actor, client_of, stand_in
 from tests.support.refusals import refuses
 
@@ -97,7 +97,7 @@ def test_a_delivered_batch_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_and_priorities_count_from_the_next_batch_on(loaded: Any) -> None:
-    handle = loaded(batch_size=8, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
+    handle = loaded(batch_size=8, sampler=prioritized)
     batches = iter(handle.dataloader(seed=0))
     next(batches)
     handle.update_priority(torch.arange(40), torch.zeros(40))
@@ -155,7 +155,7 @@ def test_forked_worker_raises_error_on_a_request(monkeypatch: pytest.MonkeyPatch
 def test_workers_ask_the_actors(make: Any, shards: bool) -> None:
     arguments = {
         "storage": lambda: LazyTensorStorage(40),
-        "sampler": lambda: PrioritizedSampler(alpha=1.0, beta=1.0),
+        "sampler": prioritized,
         "batch_size": 4,
     }
     if shards:

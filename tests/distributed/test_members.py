@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    PrioritizedSampler,
     RateLimiter,
     ShardLoss,
 )
@@ -23,7 +22,7 @@ from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.shards import RaySupervisor
 from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
-from tests.distributed.laws import numbered, running
+from tests.distributed.laws import numbered, prioritized, running
 from tests.distributed.stand_in import Ray
 from tests.support.refusals import refuses
 
@@ -85,7 +84,7 @@ def test_restarted_shard_restores_saved_rows(sharded: Any, tmp_path: Any) -> Non
     losses: list[ShardLoss] = []
     rb = sharded(
         2,
-        sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0),
+        sampler=prioritized,
         checkpoint_dir=tmp_path,
         checkpoint_interval=0,
         on_loss=losses.append,
@@ -114,9 +113,7 @@ def test_shard_loss_without_on_loss_warns(sharded: Any) -> None:
 
 def test_a_handle_of_a_lost_row_names_no_new_one(sharded: Any) -> None:
     """The slots of lost rows are written again under the same generations."""
-    rb = sharded(
-        2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), on_loss=lambda loss: None
-    )
+    rb = sharded(2, sampler=prioritized, on_loss=lambda loss: None)
     index = rb.extend(numbered(0, 4))
     _, info = rb.sample(40, return_info=True)
     restart(rb, 0)
@@ -374,7 +371,7 @@ def test_an_update_never_reaches_the_successor_of_the_shard_it_is_for(
 ) -> None:
     """The shard dies, comes back and is written to by others between the check and the message:
     the slots are those of other rows."""
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), on_loss=print)
+    rb = sharded(2, sampler=prioritized, on_loss=print)
     other = rb.client(on_loss=print)
     rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
     _, info = rb.sample(40, return_info=True)

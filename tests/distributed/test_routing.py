@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, PrioritizedSampler, ShardedReplayBuffer
+from replaykit import LazyTensorStorage, ShardedReplayBuffer
 from replaykit.distributed.shard_config import ByKey, InTurn, stable_hash
 from replaykit.errors import SchemaError
+from tests.distributed.laws import prioritized
 from tests.support.refusals import refuses
 
 
@@ -90,7 +91,7 @@ def test_buffer_matches_plain_model(
     with ShardedReplayBuffer(
         num_shards=shards,
         storage=lambda: LazyTensorStorage(capacity),
-        sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0),
+        sampler=prioritized,
         backend="local",
     ) as rb:
         for what, number in steps:
@@ -133,7 +134,7 @@ def test_buffer_matches_plain_model(
 
 
 def test_late_update_is_dropped(sharded: Any) -> None:
-    rb = sharded(2, 4, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=8)
+    rb = sharded(2, 4, sampler=prioritized, batch_size=8)
     rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
     batch = rb.sample()
     rb.extend(TensorDict({"x": torch.arange(2)}, [2]))  # over indices 0 and 1
@@ -143,7 +144,7 @@ def test_late_update_is_dropped(sharded: Any) -> None:
 
 
 def test_bad_updates_change_nothing(sharded: Any) -> None:
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0))
+    rb = sharded(2, sampler=prioritized)
     index = rb.extend(torch.arange(6))
     for bad in (float("nan"), -1.0, float("inf")):
         with pytest.raises(ValueError, match="priorities"):
@@ -168,7 +169,7 @@ def test_refused_write_keeps_the_order_of_shards(sharded: Any) -> None:
 
 
 def test_rows_keep_priorities_given_with_them(sharded: Any) -> None:
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
+    rb = sharded(2, sampler=prioritized)
     rows = TensorDict({"x": torch.arange(4), "td_error": torch.tensor([0.0, 0, 3, 0])}, [4])
     rb.extend(rows)
     assert set(rb.sample(20)["x"].tolist()) == {2}

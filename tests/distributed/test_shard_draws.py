@@ -29,7 +29,7 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from replaykit.distributed.shard_config import ByKey
-from tests.distributed.laws import FAR, check_law, chi_square, counts, episodes
+from tests.distributed.laws import FAR, check_law, chi_square, counts, episodes, prioritized
 from tests.support.refusals import refuses
 
 
@@ -165,7 +165,7 @@ def test_prioritized_windows_start_where_one_buffer_lets_them(sharded: Any, sing
 
 def test_a_new_exponent_reaches_the_shards_with_the_next_draw(sharded: Any) -> None:
     """alpha 0: all rows with weight are as likely; beta is the client's alone."""
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0))
+    rb = sharded(2, sampler=prioritized)
     rb.update_priority(rb.extend(TensorDict({"x": torch.arange(4)}, [4])), [1e-4, 1.0, 2.0, 30.0])
     assert counts(rb, 2000, 200, 4)[0] < 5
     rb.sampler.alpha = 0.0
@@ -175,7 +175,7 @@ def test_a_new_exponent_reaches_the_shards_with_the_next_draw(sharded: Any) -> N
 
 
 def test_an_exponent_that_is_refused_changes_nothing(sharded: Any) -> None:
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0))
+    rb = sharded(2, sampler=prioritized)
     index = rb.extend(torch.arange(4))
     rb.update_priority(index, torch.full((4,), 1e30))
     rb.sampler.alpha = 9.0  # of which this client's copy knows no priority
@@ -186,7 +186,7 @@ def test_an_exponent_that_is_refused_changes_nothing(sharded: Any) -> None:
 
 
 def test_new_rows_get_the_largest_priority_of_all_shards(sharded: Any) -> None:
-    rb = sharded(3, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
+    rb = sharded(3, sampler=prioritized)
     first = rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
     rb.update_priority(first, torch.tensor([2.0, 50.0, 1.0]))
     rb.extend(TensorDict({"x": torch.arange(3) + 3}, [3]))
@@ -205,7 +205,7 @@ def test_draws_do_not_depend_on_their_place_in_the_batch(sharded: Any) -> None:
 
 def test_weights_undo_the_probabilities_that_rows_really_had(sharded: Any) -> None:
     """A client whose table is old draws shards by old masses: its weights are of that law."""
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0), max_age=1e9)
+    rb = sharded(2, sampler=prioritized, max_age=1e9)
     index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
     rb.update_priority(index, torch.ones(4))
     rb.sample(4)
@@ -257,16 +257,14 @@ def test_errors_without_drawable_rows_match_one_buffer(sharded: Any) -> None:
     rb.extend(episodes([10]))
     assert rb.can_sample(9)
     assert not rb.can_sample(8)
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0))
+    rb = sharded(2, sampler=prioritized)
     rb.update_priority(rb.extend(torch.arange(4)), torch.zeros(4))
     refuses(RuntimeError, "every stored priority is zero", rb.sample, 2)
 
 
 def test_mass_for_an_outdated_exponent_is_requested_again(sharded: Any) -> None:
     """Another thread may learn it between the question and the draw; it is not a mass of 0."""
-    rb = sharded(
-        2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=64, max_age=1000
-    )
+    rb = sharded(2, sampler=prioritized, batch_size=64, max_age=1000)
     rb.extend(TensorDict({"x": torch.arange(8)}, [8]))
     rb.sample()
     members = rb._members

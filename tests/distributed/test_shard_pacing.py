@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from replaykit import (
     LazyTensorStorage,
     NStep,
-    PrioritizedSampler,
     RateLimiter,
     ReplayBuffer,
     SliceSampler,
@@ -30,7 +29,7 @@ from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
 from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
-from tests.distributed.laws import running
+from tests.distributed.laws import prioritized, running
 from tests.pace.calls import counts, numbers, started
 from tests.support.refusals import refuses
 
@@ -283,7 +282,7 @@ def test_only_writes_wait_for_delayed_writes(
     rb = sharded(
         2,
         rate_limiter=RateLimiter.queue(4),
-        sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0),
+        sampler=prioritized,
         batch_size=2,
     )
     index = rb.extend(numbers(0, 4))

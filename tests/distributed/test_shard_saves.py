@@ -28,7 +28,7 @@ from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import check_law, episodes, numbered, running
+from tests.distributed.laws import check_law, episodes, numbered, prioritized, running
 from tests.support.refusals import refuses
 
 
@@ -146,10 +146,8 @@ def test_loading_deals_rows_to_another_number_of_shards(
 ) -> None:
     """In the order of their age, with their priorities; draws are of the same law."""
 
-    def sampler() -> Any:
-        return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
-
-    rb, other = sharded(3, 10, sampler=sampler), sharded(shards, 40, sampler=sampler)
+    rb = sharded(3, 10, sampler=prioritized)
+    other = sharded(shards, 40, sampler=prioritized)
     rb.extend(numbered(0, 41))
     p = torch.rand(30, generator=torch.Generator().manual_seed(4)) + 0.1
     rb.update_priority(torch.arange(30), p)
@@ -250,7 +248,7 @@ def test_a_damaged_checkpoint_changes_nothing(sharded: Any, tmp_path: Path, dama
         shutil.rmtree(tmp_path / "saved")
     for count in (2, 3):
         if damage == "sampler":  # that of the file is of another kind
-            other = sharded(count, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0))
+            other = sharded(count, sampler=prioritized)
         else:
             other = sharded(count)
         other.extend(numbered(100, 6))

@@ -18,7 +18,6 @@ from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
-    PrioritizedSampler,
     RateLimiter,
     RoundRobinWriter,
     ShardedReplayBuffer,
@@ -28,7 +27,7 @@ from replaykit import (
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
 from replaykit.sharding import ShardLossWarning
-from tests.distributed.laws import check_law, episodes
+from tests.distributed.laws import check_law, episodes, prioritized
 from tests.ray_cluster import RAY_MARKS
 from tests.support.refusals import refuses
 
@@ -56,9 +55,6 @@ def test_two_actors_are_one_buffer(
     """Laws, weights, updates, refusals, reading, clients elsewhere, a death, a checkpoint: of one
     pair of actors, since each takes seconds to start."""
     losses: list[ShardLoss] = []
-
-    def prioritized() -> PrioritizedSampler:
-        return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
 
     rb = make_shards(
         num_shards=2,

@@ -16,14 +16,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import PrioritizedSampler
 from replaykit.distributed import write_queue as module
 from replaykit.distributed.requests import Reply, one_of
 from replaykit.distributed.shard_writes import in_thread
 from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from replaykit.errors import ActorLost, SchemaError
 from replaykit.sharding import ShardSilent
-from tests.distributed.laws import numbered, running
+from tests.distributed.laws import numbered, prioritized, running
 from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
 from tests.support.refusals import refuses
 
@@ -42,17 +41,6 @@ def write_queue() -> WriteQueue:
 def fails(number: int) -> Any:
     """Return a function that sends a failing write."""
     return lambda: Reply(failing(ValueError(f"write {number}")))
-
-
-def test_each_unread_error_is_raised_once() -> None:
-    """In the order of the writes, one by whatever call comes next."""
-    box = write_queue()
-    for number in range(3):
-        box.put(fails(number))
-    box.put(fails(3)).seen = True  # its error was read
-    for number in range(3):
-        refuses(ValueError, f"write {number}", box.flush)
-    box.flush()
 
 
 @pytest.mark.parametrize("together", [0, 9])
@@ -183,7 +171,7 @@ class Gate:
 
 @pytest.fixture
 def gated(sharded: Any) -> Iterator[tuple[Any, Gate]]:
-    rb = sharded(2, sampler=lambda: PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=4)
+    rb = sharded(2, sampler=prioritized, batch_size=4)
     rb.extend(numbered(0, 4))
     gate = Gate(rb)
     yield rb, gate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+from replaykit import LazyTensorStorage, PrioritizedSampler, ReplayBuffer, ReplayBufferEnsemble
 
 STRIDE = 1000
 """Row r of member m has the id ``STRIDE * m + r``, as long as its member has not wrapped."""
@@ -25,6 +25,19 @@ def rows_of(member: int, count: int, start: int = 0, episode: int = 5) -> Tensor
         },
         [count],
     )
+
+
+def by_priority() -> PrioritizedSampler:
+    """Make a sampler that draws rows in proportion to their priorities."""
+    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
+
+
+def holding(rows: Any, storage: Any = None, **arguments: Any) -> ReplayBuffer:
+    """A buffer of these rows, with room for more if no storage is given."""
+    storage = LazyTensorStorage(60) if storage is None else storage
+    buffer = ReplayBuffer(storage=storage, **arguments)
+    buffer.extend(rows)
+    return buffer
 
 
 def make_member(number: int, rows: int = 20, capacity: int = 50, **arguments: Any) -> ReplayBuffer:

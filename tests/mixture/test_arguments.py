@@ -161,9 +161,8 @@ def test_constructor_initializes_delayed_members() -> None:
 
 
 def test_a_shared_ensemble_has_shared_members_or_data_sets() -> None:
-    shared = ReplayBuffer(storage=LazyTensorStorage(9), shared=True)
+    shared = make_member(0, 5, shared=True)
     fixed = ReplayBuffer(storage=TensorStorage(rows_of(1, 5)), writer=ImmutableDatasetWriter())
     ensemble = ReplayBufferEnsemble(shared, fixed, shared=True)
     assert ensemble.shared
-    shared.extend(rows_of(0, 5))
     assert ensemble.sample(4).shape == (2, 2)

@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 import replaykit
 from replaykit import Cast, LazyStackStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
 from replaykit.mixture.joining import BatchParts, stacked
-from tests.mixture.members import check_rows, make_member, rows_of
+from tests.mixture.members import check_rows, holding, make_member, rows_of
 from tests.support.refusals import refuses
 
 
@@ -21,12 +21,6 @@ from tests.support.refusals import refuses
 class Step:
     x: torch.Tensor
     y: torch.Tensor
-
-
-def buffer(data: Any) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=LazyTensorStorage(20))
-    rb.extend(data)
-    return rb
 
 
 def both(*members: ReplayBuffer, **arguments: Any) -> ReplayBufferEnsemble:
@@ -82,21 +76,15 @@ def test_rows_are_placed_at_their_part(members: list[int], rows: int, width: int
     assert torch.equal(places.ids(torch.device("cpu")), ids)
 
 
-def test_short_draw_and_its_rest_are_joined_in_one_part() -> None:
-    places = BatchParts([1, 0], 4)
-    first, rest, zero = torch.tensor([10, 11, 12]), torch.tensor([13]), torch.arange(4)
-    assert places.join([zero, first, rest]).tolist() == [[10, 11, 12, 13], [0, 1, 2, 3]]
-
-
 @pytest.mark.pitfall("RD7")
 def test_samples_that_differ_are_refused_by_key_and_member() -> None:
     """RD7: a data set knows more than an online buffer does."""
-    more = buffer(rows_of(0, 9).set("episode", torch.arange(9)))
+    more = holding(rows_of(0, 9).set("episode", torch.arange(9)))
     other = rows_of(1, 9)
     other["observation"] = other["observation"].double()
     other["next", "reward"] = other["next", "reward"].expand(-1, 2)
     with pytest.raises(ValueError, match="of members 0 and 1") as caught:
-        both(more, buffer(other)).sample(4)
+        both(more, holding(other)).sample(4)
     text = str(caught.value)
     assert "'episode': int64 [] and nothing" in text
     assert "'observation': float32 [3] and float64 [3]" in text
@@ -107,7 +95,7 @@ def test_samples_that_differ_are_refused_by_key_and_member() -> None:
 
 @pytest.mark.pitfall("RD7")
 def test_keys_argument_selects_keys_of_all_members() -> None:
-    more = buffer(rows_of(0, 9).set("episode", torch.arange(9)))
+    more = holding(rows_of(0, 9).set("episode", torch.arange(9)))
     ensemble = both(more, make_member(1), keys=["id", ("next", "reward")])
     batch = ensemble.sample(6)
     assert set(batch.keys(True, True)) == {
@@ -122,21 +110,20 @@ def test_keys_argument_selects_keys_of_all_members() -> None:
     with pytest.raises(KeyError, match="member 1: no 'episode'"):
         both(more, make_member(1), keys=["id", "episode"]).sample(6)
     with pytest.raises(TypeError, match="member 0: expected a TensorDict"):
-        both(buffer(torch.arange(4)), keys=["id"]).sample(1)
+        both(holding(torch.arange(4)), keys=["id"]).sample(1)
 
 
 def test_transforms_of_members_can_make_unlike_samples_equal() -> None:
     double = rows_of(1, 9)
     double["observation"] = double["observation"].double()
-    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=Cast(torch.float32, ["observation"]))
-    rb.extend(double)
+    rb = holding(double, transform=Cast(torch.float32, ["observation"]))
     assert both(make_member(0), rb).sample(6)["observation"].dtype == torch.float32
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
     rows = rows_of(1, 9)
     turned = TensorDict({key: rows[key] for key in reversed(list(rows.keys()))}, rows.batch_size)
-    check_rows(both(make_member(0), buffer(turned)).sample(6))
+    check_rows(both(make_member(0), holding(turned)).sample(6))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +138,7 @@ def test_the_order_of_keys_does_not_matter() -> None:
     ids=["tensorclass", "mapping", "sequence", "tensor", "nested"],
 )
 def test_members_of_every_container_are_joined(make: Any) -> None:
-    members = [buffer(make(torch.arange(5) + 10 * i)) for i in range(2)]
+    members = [holding(make(torch.arange(5) + 10 * i)) for i in range(2)]
     data, info = both(*members).sample(6, return_info=True)
     expected = info["index", "index"] + 10 * info["index", "buffer_ids"]
     made = make(expected.reshape(-1))
@@ -180,16 +167,15 @@ def _leaves(data: Any) -> list[torch.Tensor]:
 def test_containers_of_different_kinds_are_refused() -> None:
     x = torch.arange(5)
     table, step = TensorDict({"x": x, "y": x}, [5]), Step(x=x, y=x, batch_size=[5])
-    refuses(ValueError, "containers of other kinds", both(buffer(table), buffer(step)).sample, 4)
-    refuses(ValueError, "of members 0 and 1", both(buffer(table), buffer(x)).sample, 4)
+    refuses(ValueError, "containers of other kinds", both(holding(table), holding(step)).sample, 4)
+    refuses(ValueError, "of members 0 and 1", both(holding(table), holding(x)).sample, 4)
 
 
 def test_rows_that_cannot_be_stacked_ask_for_a_collate_fn() -> None:
-    members = []
-    for number in range(2):
-        rb = ReplayBuffer(storage=LazyStackStorage(9))
-        rb.extend([TensorDict({"x": torch.zeros(length + number)}) for length in (1, 2, 3)])
-        members.append(rb)
+    members = [
+        holding([TensorDict({"x": torch.zeros(n + first)}) for n in range(3)], LazyStackStorage(9))
+        for first in (1, 2)
+    ]
     with pytest.raises(ValueError, match=r"member 0: .*give a collate_fn="):
         both(*members, generator=torch.Generator().manual_seed(0)).sample(6)
     ensemble = both(*members, collate_fn=LazyStackedTensorDict.lazy_stack)
@@ -207,7 +193,7 @@ def test_custom_collate_functions_collate_members_and_batches() -> None:
         seen.extend(samples)
         return torch.stack(samples).set("parts", torch.full((len(samples), 2), len(samples)))
 
-    members = [buffer(rows_of(0, 9).set("episode", torch.arange(9))), make_member(1)]
+    members = [holding(rows_of(0, 9).set("episode", torch.arange(9))), make_member(1)]
     ensemble = ReplayBufferEnsemble(
         *members,
         num_buffer_sampled=4,
@@ -269,8 +255,7 @@ def test_values_computed_by_transforms_keep_their_gradient() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_members_on_several_devices_need_a_device_argument() -> None:
-    there = ReplayBuffer(storage=LazyTensorStorage(20, device="cuda"))
-    there.extend(rows_of(1, 9))
+    there = holding(rows_of(1, 9), LazyTensorStorage(20, device="cuda"))
     refuses(ValueError, "give device=", both(make_member(0), there).sample, 6)
     for device in ("cpu", "cuda"):
         batch = both(make_member(0), there, device=device).sample(6)

@@ -25,7 +25,7 @@ from replaykit import (
     SliceSampler,
 )
 from tests.buffer.workers import WORKER_MARKS, no_process_is_left
-from tests.mixture.members import check_rows, make_ensemble, make_member, rows_of, same
+from tests.mixture.members import check_rows, holding, make_ensemble, make_member, rows_of, same
 from tests.support.refusals import refuses
 
 __all__ = ["no_process_is_left"]
@@ -126,9 +126,7 @@ def test_writes_to_a_member_while_workers_read_raise_an_error() -> None:
 
 
 def test_workers_follow_writes_to_shared_members() -> None:
-    members = [ReplayBuffer(storage=LazyTensorStorage(50), shared=True) for _ in range(2)]
-    for number, member in enumerate(members):
-        member.extend(rows_of(number, 10))
+    members = [make_member(number, 10, shared=True) for number in range(2)]
     ensemble = ReplayBufferEnsemble(*members, shared=True, batch_size=40)
     loader = iter(ensemble.dataloader(workers=1))
     assert (next(loader)["id"] % 1000 < 10).all()
@@ -141,9 +139,7 @@ def test_workers_follow_writes_to_shared_members() -> None:
 def test_spawned_workers_open_the_files_of_members(tmp_path: Path) -> None:
     def member(number: int) -> ReplayBuffer:
         storage = LazyMemmapStorage(30, scratch_dir=tmp_path / str(number))
-        rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement())
-        rb.extend(rows_of(number, 20))
-        return rb
+        return holding(rows_of(number, 20), storage, sampler=SamplerWithoutReplacement())
 
     one, other = member(0), member(1)
     twice = ReplayBufferEnsemble(other, one)

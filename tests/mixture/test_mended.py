@@ -11,19 +11,17 @@ from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
-    PrioritizedSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     ShardedReplayBuffer,
 )
+from tests.mixture.members import by_priority, holding
 from tests.support.refusals import refuses
 
 
 def _buffer(rows: int, first: int = 0, **how: Any) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=LazyTensorStorage(rows), **how)
-    rb.extend(TensorDict({"x": torch.arange(first, first + rows)}, [rows]))
-    return rb
+    return holding(TensorDict({"x": torch.arange(first, first + rows)}, [rows]), **how)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -57,9 +55,7 @@ def test_parts_of_nested_mixtures_may_be_single_rows(size: int) -> None:
 
 
 def test_priorities_of_a_batch_in_another_shape_all_arrive() -> None:
-    members = [
-        _buffer(20, sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)) for _ in range(2)
-    ]
+    members = [_buffer(20, sampler=by_priority()) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, generator=generator)
     batch = ensemble.sample(8)

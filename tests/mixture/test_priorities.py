@@ -21,12 +21,8 @@ from replaykit import (
     ReplayBufferEnsemble,
     Sequence,
 )
-from tests.mixture.members import make_ensemble, make_member, rows_of
+from tests.mixture.members import by_priority, holding, make_ensemble, make_member, rows_of
 from tests.support.refusals import refuses
-
-
-def by_priority() -> PrioritizedSampler:
-    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
 
 
 def priorities(member: Any) -> list[float]:
@@ -79,9 +75,7 @@ def test_random_priority_updates_equal_a_dictionary_model(data: st.DataObject) -
 
 
 def test_rows_that_were_written_since_are_left_alone() -> None:
-    ensemble = make_ensemble([5, 5], [by_priority] * 2, sample_from_all=True)
-    small = ReplayBuffer(storage=LazyTensorStorage(5), sampler=by_priority())
-    small.extend(rows_of(1, 5))
+    small = holding(rows_of(1, 5), LazyTensorStorage(5), sampler=by_priority())
     ensemble = ReplayBufferEnsemble(make_member(0, 5), small, sample_from_all=True)
     batch = ensemble.sample(20)
     small.extend(rows_of(1, 2, start=5))  # slots 0 and 1 hold other rows now
@@ -174,8 +168,8 @@ def test_priorities_of_rows_of_nested_ensembles_are_refused() -> None:
 
 
 def test_priorities_reach_members_with_lanes() -> None:
-    lanes = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2), sampler=by_priority())
-    lanes.extend(torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)]))
+    rows = torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)])
+    lanes = holding(rows, LazyTensorStorage(60, ndim=2), sampler=by_priority())
     plain = make_member(0, 10, sampler=by_priority())
     ensemble = ReplayBufferEnsemble(plain, lanes, sample_from_all=True)
     batch = ensemble.sample(40)
@@ -191,61 +185,39 @@ def test_priorities_reach_members_with_lanes() -> None:
 @pytest.mark.parametrize("unit", ["sequence", "slice", "padded"])
 def test_priorities_reach_windows_and_rows_in_one_batch(unit: str) -> None:
     """Priorities of rows that only fill a window up do not count, whatever they are."""
-    arguments: dict[str, Any] = {"sampler": by_priority(), "sample_unit": Sequence(length=2)}
-    if unit == "slice":
-        arguments = {
-            "sampler": PrioritizedSliceSampler(
-                alpha=1.0, beta=1.0, eps=0.0, slice_len=2, unit="slice"
-            )
-        }
-    if unit == "padded":
-        arguments = {
-            "sampler": PrioritizedSliceSampler(
-                alpha=1.0, beta=1.0, eps=0.0, slice_len=8, strict_length=False, pad_output=True
-            )
-        }
-    windows = make_member(1, 10, **arguments)
-    width = 16 if unit == "sequence" else 8
-    rows = make_member(0, 10, sampler=by_priority())
-    if unit == "sequence":  # twice as many rows come of what is asked for
-        rows = make_member(0, 10, sampler=by_priority(), sample_unit=Sequence(length=2))
+    kind: Any = PrioritizedSampler if unit == "sequence" else PrioritizedSliceSampler
+    options = {
+        "sequence": {},
+        "slice": {"slice_len": 2, "unit": "slice"},
+        "padded": {"slice_len": 8, "strict_length": False, "pad_output": True},
+    }[unit]
+    # Twice as many rows come of what is asked for in sequences of two.
+    doubled = {"sample_unit": Sequence(length=2)} if unit == "sequence" else {}
+
+    def member() -> ReplayBuffer:
+        sampler = kind(alpha=1.0, beta=1.0, eps=0.0, **options)
+        return make_member(1, 10, sampler=sampler, **doubled)
+
+    windows, alone = member(), member()
+    rows = make_member(0, 10, sampler=by_priority(), **doubled)
     ensemble = ReplayBufferEnsemble(rows, windows, sample_from_all=True)
     batch = ensemble.sample(16)
-    assert batch.shape == (2, width)
+    assert batch.shape == (2, 16 if doubled else 8)
     error = batch["id"].float() + 2
     for mask in ("validity_mask", ("collector", "mask")):
         if mask in batch.keys(True):
             error[~batch[mask]] = math.nan
     ensemble.update_tensordict_priority(batch.set("td_error", error))
-    alone = make_member(1, 10, **{**arguments, "sampler": _fresh(arguments["sampler"])})
-    own = TensorDict({"td_error": error[1], "index": batch["index", "index"][1]}, [width])
-    for key in ("index_generation", "anchor_index", "anchor_generation", "validity_mask"):
-        if key in set(batch.keys()):
-            own[key] = batch[key][1]
-    if ("collector", "mask") in batch.keys(True):
-        own["collector", "mask"] = batch["collector", "mask"][1]
+    own = batch[1].clone()
+    own["index"] = batch["index", "index"][1]
     alone.update_tensordict_priority(own)
     assert priorities(alone) == priorities(windows)
     assert max(priorities(windows)) > 1000
 
 
-def _fresh(sampler: Any) -> Any:
-    if isinstance(sampler, PrioritizedSliceSampler):
-        return PrioritizedSliceSampler(
-            alpha=1.0,
-            beta=1.0,
-            eps=0.0,
-            slice_len=sampler._slicing.size.slice_len,
-            unit=sampler.unit,
-            **({"strict_length": False, "pad_output": True} if sampler.unit == "step" else {}),
-        )
-    return by_priority()
-
-
 def test_rows_that_are_trajectories_have_one_priority_each() -> None:
-    members = [ReplayBuffer(storage=LazyTensorStorage(4), sampler=by_priority()) for _ in range(2)]
-    for rb in members:
-        rb.extend(TensorDict({"x": torch.arange(4)[:, None].expand(4, 3)}, [4, 3]))
+    rows = TensorDict({"x": torch.arange(4)[:, None].expand(4, 3)}, [4, 3])
+    members = [holding(rows, sampler=by_priority()) for _ in range(2)]
     ensemble = ReplayBufferEnsemble(*members, sample_from_all=True)
     batch = ensemble.sample(16)
     batch["td_error"] = batch["x"] + torch.tensor([5.0, 9.0, 7.0])

@@ -34,7 +34,7 @@ from replaykit.datasets.sources import Sources
 from replaykit.errors import ActorLost, CheckpointError, NotEnoughData, SchemaError
 from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.distributed.stand_in import Actor, client_of, stand_in
-from tests.mixture.members import check_rows, make_member, rows_of, same
+from tests.mixture.members import by_priority, check_rows, make_member, rows_of, same
 from tests.support.refusals import refuses
 
 CHI_SQUARE_3 = 16.27
@@ -78,10 +78,6 @@ def together(*members: Any, **arguments: Any) -> ReplayBufferEnsemble:
     return ReplayBufferEnsemble(*members, sample_from_all=True, **arguments)
 
 
-def prioritized() -> PrioritizedSampler:
-    return PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
-
-
 # -- which rows -----------------------------------------------------------------------------------
 
 
@@ -120,7 +116,7 @@ def test_weights_by_size_follow_the_size_at_the_draw(far: Any) -> None:
 
 
 def test_rows_of_a_member_have_its_law(far: Any) -> None:
-    shards = far(1, 4, sampler=prioritized)
+    shards = far(1, 4, sampler=by_priority)
     ensemble = ReplayBufferEnsemble(
         make_member(0), shards, p=[0, 1], num_buffer_sampled=1, generator=seeded(2)
     )
@@ -134,7 +130,7 @@ def test_rows_of_a_member_have_its_law(far: Any) -> None:
 
 
 def test_batches_follow_from_the_generator(far: Any) -> None:
-    members = make_member(0, sampler=SamplerWithoutReplacement()), far(1, sampler=prioritized)
+    members = make_member(0, sampler=SamplerWithoutReplacement()), far(1, sampler=by_priority)
     one = ReplayBufferEnsemble(*members, batch_size=8, generator=seeded())
     batches = [one.sample() for _ in range(3)]
     members[0].sampler.empty()
@@ -199,7 +195,7 @@ def test_remote_members_support_transforms_collate_and_indexing(far: Any) -> Non
 
 @only_actors
 @pytest.mark.parametrize(
-    "sampler", [prioritized, lambda: SliceSampler(num_slices=2, end_key=("next", "done"))]
+    "sampler", [by_priority, lambda: SliceSampler(num_slices=2, end_key=("next", "done"))]
 )
 def test_remote_member_draws_like_a_local_buffer(far: Any, sampler: Any) -> None:
     handle = far(1, sampler=sampler())
@@ -222,7 +218,7 @@ def test_ensemble_follows_changed_sampler_of_remote_member(far: Any) -> None:
     handle = far(1)
     ensemble = together(make_member(0), handle)
     assert "priority_weight" not in ensemble.sample()
-    handle.set_sampler(prioritized())
+    handle.set_sampler(by_priority())
     batch = ensemble.sample()
     assert (batch["priority_weight"] == 1).all()
     batch["td_error"] = torch.zeros(2, 4)
@@ -258,8 +254,8 @@ def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
 
 
 def test_priorities_reach_the_member(far: Any) -> None:
-    shards = far(1, 10, sampler=prioritized)
-    here = make_member(0, 10, sampler=prioritized())
+    shards = far(1, 10, sampler=by_priority)
+    here = make_member(0, 10, sampler=by_priority())
     ensemble = together(here, shards, batch_size=200)
     batch = ensemble.sample()
     batch["td_error"] = (batch["index", "index"] == 7).float()
@@ -280,7 +276,7 @@ def test_priorities_reach_the_member(far: Any) -> None:
 
 
 def test_refused_priority_update_changes_no_member(far: Any) -> None:
-    shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
+    shards, here = far(1, 10, sampler=by_priority), make_member(0, 10, sampler=by_priority())
     ensemble = ReplayBufferEnsemble(here, shards)
     index = {"index": torch.tensor([2, 77]), "buffer_ids": torch.tensor([0, 1])}
     with pytest.raises(IndexError, match=r"member 1: .*77"):
@@ -487,7 +483,7 @@ def test_remote_requests_overlap_reads_of_local_members(
 def test_failing_remote_member_leaves_local_priorities(
     far: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards, here = far(1, 10, sampler=prioritized), make_member(0, 10, sampler=prioritized())
+    shards, here = far(1, 10, sampler=by_priority), make_member(0, 10, sampler=by_priority())
     trouble = Trouble(monkeypatch, shards)
     ensemble = together(here, shards, batch_size=20)
     batch = ensemble.sample()
@@ -503,7 +499,7 @@ def test_failing_remote_member_leaves_local_priorities(
 def two(far: Any, rows: int = 20) -> ReplayBufferEnsemble:
     return ReplayBufferEnsemble(
         make_member(0, rows),
-        far(1, rows, sampler=prioritized),
+        far(1, rows, sampler=by_priority),
         p=[1, 3],
         num_buffer_sampled=4,
         batch_size=8,

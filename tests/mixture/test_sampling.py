@@ -17,7 +17,6 @@ from replaykit import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
-    ReplayBuffer,
     ReplayBufferEnsemble,
     ReturnToGo,
     Sampler,
@@ -29,7 +28,15 @@ from replaykit import (
     StorageEnsemble,
     WriterEnsemble,
 )
-from tests.mixture.members import STRIDE, check_rows, make_ensemble, make_member, rows_of, same
+from tests.mixture.members import (
+    STRIDE,
+    check_rows,
+    holding,
+    make_ensemble,
+    make_member,
+    rows_of,
+    same,
+)
 from tests.support.refusals import refuses
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -297,9 +304,8 @@ def test_sequences_of_members_make_longer_parts() -> None:
 
 
 def test_members_with_and_without_lanes_share_a_batch() -> None:
-    lanes = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2))
     rows = torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)])
-    lanes.extend(rows)
+    lanes = holding(rows, LazyTensorStorage(60, ndim=2))
     batch = ReplayBufferEnsemble(make_member(0), lanes, sample_from_all=True).sample(12)
     index = batch["index", "index"]
     assert index.shape == (2, 6, 2)
@@ -323,13 +329,10 @@ def test_index_in_nested_ensembles_is_that_of_the_buffer() -> None:
 
 
 def test_members_of_lists_and_tensors_share_a_batch() -> None:
-    listed = ReplayBuffer(storage=ListStorage(30))
-    listed.extend(list(rows_of(1, 10).unbind(0)))
+    listed = holding(list(rows_of(1, 10).unbind(0)), ListStorage(30))
     batch = ReplayBufferEnsemble(make_member(0), listed, sample_from_all=True).sample(8)
     check_rows(batch)
-    tensors = [ReplayBuffer(storage=LazyTensorStorage(5)) for _ in range(2)]
-    for number, rb in enumerate(tensors):
-        rb.extend(torch.arange(5) + STRIDE * number)
+    tensors = [holding(torch.arange(5) + STRIDE * number) for number in range(2)]
     ensemble = ReplayBufferEnsemble(*tensors, sample_from_all=True)
     data, info = ensemble.sample(6, return_info=True)
     assert torch.equal(data, info["index", "index"] + STRIDE * info["index", "buffer_ids"])
@@ -338,9 +341,8 @@ def test_members_of_lists_and_tensors_share_a_batch() -> None:
 
 
 def test_rows_that_are_trajectories_are_joined() -> None:
-    members = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)]
-    for number, rb in enumerate(members):
-        rb.extend(TensorDict({"x": torch.arange(9)[:, None].expand(9, 4) + 9 * number}, [9, 4]))
+    x = torch.arange(9)[:, None].expand(9, 4)
+    members = [holding(TensorDict({"x": x + 9 * number}, [9, 4])) for number in range(2)]
     batch = ReplayBufferEnsemble(*members, sample_from_all=True).sample(6)
     assert batch.batch_size == (2, 3, 4)
     ids = batch["index", "index"] + 9 * batch["index", "buffer_ids"]

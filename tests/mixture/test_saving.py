@@ -29,7 +29,7 @@ from replaykit import (
 )
 from replaykit.checkpoint import checkpoint_versions
 from replaykit.errors import CheckpointError
-from tests.mixture.members import make_ensemble, make_member, rows_of, same
+from tests.mixture.members import holding, make_ensemble, make_member, rows_of, same
 from tests.support.refusals import refuses
 
 PASS = "without_replacement"
@@ -268,10 +268,8 @@ def unchanged(before: Any, after: Any) -> bool:
 def test_a_member_that_does_not_fit_changes_no_member(tmp_path: Path) -> None:
     ensemble = make_ensemble([7, 9], [SamplerWithoutReplacement, RandomSampler])
     ensemble.dumps(tmp_path)
-    other_rows = ReplayBuffer(storage=LazyTensorStorage(50))
-    other_rows.extend(TensorDict({"x": torch.zeros(3)}, [3]))
     wrong = {
-        "schema": other_rows,
+        "schema": holding(TensorDict({"x": torch.zeros(3)}, [3])),
         "sampler": make_member(1, 4, sampler=SamplerWithoutReplacement()),
         "lanes": ReplayBuffer(storage=LazyTensorStorage(50, ndim=2)),
     }

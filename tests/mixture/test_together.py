@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from replaykit import (
-    LazyTensorStorage,
-    ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
 )
@@ -95,9 +93,7 @@ def _write_there(ensemble: ReplayBufferEnsemble, answers: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_processes_write_and_sample_the_same_rows(method: str) -> None:
-    members = [ReplayBuffer(storage=LazyTensorStorage(50), shared=True) for _ in range(2)]
-    for number, member in enumerate(members):
-        member.extend(rows_of(number, 10))
+    members = [make_member(number, 10, shared=True) for number in range(2)]
     ensemble = ReplayBufferEnsemble(*members, shared=True, sample_from_all=True)
     context: Any = multiprocessing.get_context(method)
     answers = context.Queue()

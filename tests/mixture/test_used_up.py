@@ -18,13 +18,13 @@ from replaykit import (
     StorageEnsemble,
     WriterEnsemble,
 )
+from tests.mixture.members import holding
 from tests.support.refusals import refuses
 
 
 def member(first: int, count: int) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=LazyTensorStorage(8), consume_after_n_samples=1)
-    rb.extend(TensorDict({"id": torch.arange(first, first + count)}, [count]))
-    return rb
+    rows = TensorDict({"id": torch.arange(first, first + count)}, [count])
+    return holding(rows, consume_after_n_samples=1)
 
 
 def test_each_record_comes_once() -> None:
