@@ -50,63 +50,6 @@ class Answer:
         return self.value
 
 
-class Actor:
-    """Notes the requests; answers are numbered in their order."""
-
-    def __init__(self) -> None:
-        self.sent: list[Answer] = []
-        self.messages: list[int] = []
-        self.answered = 0
-
-    def request(self, count: int = 1) -> Any:
-        new = [Answer() for _ in range(count)]
-        self.sent += new
-        self.messages.append(count)
-        return new
-
-    def answer(self, *errors: Exception) -> None:
-        """Answers all requests, the first of them with errors."""
-        for answer in self.sent[self.answered :]:
-            answer.say(errors[0] if errors else self.answered)
-            errors = errors[1:]
-            self.answered += 1
-
-
-def small(actor: Actor) -> None:
-    """Answers all requests with batches that are known to be small."""
-    for answer in actor.sent:
-        answer.small = True
-    actor.answer()
-
-
-@pytest.mark.parametrize(("depth", "together"), [(2, 1), (4, 2), (5, 2), (8, 4), (9, 4)])
-def test_small_batches_are_asked_for_together(depth: int, together: int) -> None:
-    """In order, none before there is room: never more of them than ``depth`` after a call, and less
-    by what one message asks for, but one."""
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth, together=together)
-    taken = []
-    for _ in range(3):  # a poll sends no further requests
-        with pytest.raises(TimeoutError):
-            ahead.next(timeout=0.0)
-        assert actor.messages == [1] * (depth + 1)
-    for number in range(6 * depth):
-        small(actor)
-        taken.append(ahead.next(timeout=0.0))
-        under_way = len(actor.sent) - len(taken)
-        assert depth - together < under_way <= depth
-        if number > depth:
-            assert under_way >= depth + 1 - together
-    assert taken == list(range(6 * depth))
-    assert set(actor.messages[depth + 1 :]) == {together}
-    held, before = ahead.take(), len(actor.sent)
-    ahead.drop()
-    later = ahead.take()
-    assert len(actor.sent) - before > depth
-    small(actor)
-    assert (held.get(), later.get()) == (6 * depth, before)
-
-
 class Interrupted(Answer):
     """The user's Ctrl-C comes while it is waited for, or the answer just after the timeout."""
 
@@ -133,16 +76,23 @@ def test_batch_that_arrives_as_a_wait_ends_is_the_next(error: BaseException) -> 
 
 def test_error_of_an_early_request_reaches_no_other_request() -> None:
     """The call whose request failed raises it once. Other calls get their batches."""
-    actor = Actor()
-    ahead = RequestQueue(actor.request, depth=2)
+    sent: list[Answer] = []
+
+    def request(_: int) -> list[Any]:
+        sent.append(Answer())
+        return sent[-1:]
+
+    ahead = RequestQueue(request, depth=2)
     first = ahead.take()
-    actor.answer(*(RuntimeError(f"request {number}") for number in range(3)))
+    for number, answer in enumerate(sent):
+        answer.say(RuntimeError(f"request {number}"))
     assert first.is_ready()
     for _ in range(2):
         refuses(RuntimeError, "request 0", first.get)
     second = ahead.take()
     assert not second.is_ready()  # two failed before it was asked for
-    actor.answer()
+    for number, answer in enumerate(sent[3:], 3):
+        answer.say(number)
     assert second.is_ready()
     assert second.get() == second.get() == 3
     assert ahead.next() == 4

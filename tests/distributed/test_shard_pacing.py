@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -567,16 +568,6 @@ def test_shard_counts_are_polled_while_a_request_waits(
     run(RateLimiter.queue(4), test)
 
 
-class Answers:
-    """A shard that answers with its facts, or does not."""
-
-    def __init__(self, shard: int, answer: Any) -> None:
-        self.incarnation, self.answer = 0, answer
-
-    def call(self, verb: str) -> Reply:
-        return self.answer
-
-
 class Silent(Reply):
     def get(self, timeout: float | None = None) -> Any:
         assert timeout is not None
@@ -586,9 +577,11 @@ class Silent(Reply):
 
 def test_polls_ignore_silent_and_dead_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_ANSWERED_WITHIN_S", 0.01)
-    known = [Reply.done(one) for one in empty(3)]
-    supervisor = Supervisor(3, lambda number, _: Answers(number, known[number]))
-    died, told = Reply.done(error=ShardDied(2, 0)), report(0, 0, 1, 1, 1)
-    for shard, answer in enumerate((Reply.done(told), Silent(), died)):
-        supervisor.shards[shard].answer = answer
+    answers = [Reply.done(one) for one in empty(3)]
+
+    def shard(number: int, _: Any) -> Any:
+        return SimpleNamespace(incarnation=0, call=lambda verb: answers[number])
+
+    supervisor, told = Supervisor(3, shard), report(0, 0, 1, 1, 1)
+    answers[:] = Reply.done(told), Silent(), Reply.done(error=ShardDied(2, 0))
     assert supervisor._facts() == [told]

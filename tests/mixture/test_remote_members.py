@@ -78,9 +78,6 @@ def together(*members: Any, **arguments: Any) -> ReplayBufferEnsemble:
     return ReplayBufferEnsemble(*members, sample_from_all=True, **arguments)
 
 
-# -- which rows -----------------------------------------------------------------------------------
-
-
 def test_counts_are_exact_and_every_row_matches_its_index(far: Any) -> None:
     shards = far(1)
     ensemble = ReplayBufferEnsemble(
@@ -250,9 +247,6 @@ def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
     assert 0.5 < batch["index", "buffer_ids"].double().mean() < 1
 
 
-# -- priorities -----------------------------------------------------------------------------------
-
-
 def test_priorities_reach_the_member(far: Any) -> None:
     shards = far(1, 10, sampler=by_priority)
     here = make_member(0, 10, sampler=by_priority())
@@ -286,9 +280,6 @@ def test_refused_priority_update_changes_no_member(far: Any) -> None:
     refuses(ValueError, "member 1", ensemble.update_priority, index, torch.tensor([1.0, -1.0]))
     for one in (here, shards):
         assert len(one.sample(100)["id"].unique()) > 5
-
-
-# -- what cannot be -------------------------------------------------------------------------------
 
 
 def test_unsupported_uses_of_remote_members_are_refused(far: Any) -> None:
@@ -342,9 +333,6 @@ def test_empty_member_is_named_even_if_another_is_chosen(far: Any, sizes: Any) -
     assert (skipping.sample()["index", "buffer_ids"] == 1 - empty).all()
     ensemble[empty].extend(rows_of(empty, 3))
     check_rows(ensemble.sample())
-
-
-# -- members that do not answer -------------------------------------------------------------------
 
 
 class Slow:
@@ -491,9 +479,6 @@ def test_failing_remote_member_leaves_local_priorities(
     trouble.error = TimeoutError("no answer")
     refuses(TimeoutError, "member 1: no answer", ensemble.update_tensordict_priority, batch)
     assert len(here.sample(100)["id"].unique()) > 5
-
-
-# -- saving ---------------------------------------------------------------------------------------
 
 
 def two(far: Any, rows: int = 20) -> ReplayBufferEnsemble:

@@ -130,9 +130,6 @@ def test_single_row_is_the_anchor_of_itself() -> None:
     assert (batch["anchor_index"][1] == batch["index", "index"][1, [0, 0, 2, 2]]).all()
 
 
-# -- which members --------------------------------------------------------------------------------
-
-
 def test_weights_by_size_follow_the_rows() -> None:
     ensemble = make_ensemble([30, 10, 0], p="size", num_buffer_sampled=8, counts="exact")
     assert ensemble.sample(8)["index", "buffer_ids"][:, 0].tolist() == [0] * 6 + [1] * 2
@@ -150,9 +147,6 @@ def test_weights_may_be_set_at_any_time() -> None:
     assert ensemble.sampler.p.tolist() == [0, 1]
     ensemble.sampler.p[0] = 5  # a copy
     assert ensemble.sampler.p.tolist() == [0, 1]
-
-
-# -- members that are not ready -------------------------------------------------------------------
 
 
 def test_an_empty_member_is_named() -> None:
@@ -236,9 +230,6 @@ def test_a_batch_that_could_not_be_made_is_the_next_one_again() -> None:
         assert same(ensemble.sample(size), other.sample(size))
 
 
-# -- passes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.pitfall("RD3")
 @pytest.mark.parametrize("parts", [2, 6])
 def test_a_member_without_replacement_gives_each_row_once_a_pass(parts: int) -> None:
@@ -300,9 +291,6 @@ def test_sequences_of_members_make_longer_parts() -> None:
     refuses(ValueError, "expected 16 rows a part as of member 0, got 4", mixed.sample, 8)
 
 
-# -- lanes, lists, ensembles ----------------------------------------------------------------------
-
-
 def test_members_with_and_without_lanes_share_a_batch() -> None:
     rows = torch.stack([rows_of(1, 10), rows_of(1, 10, start=100)])
     lanes = holding(rows, LazyTensorStorage(60, ndim=2))
@@ -347,9 +335,6 @@ def test_rows_that_are_trajectories_are_joined() -> None:
     assert batch.batch_size == (2, 3, 4)
     ids = batch["index", "index"] + 9 * batch["index", "buffer_ids"]
     assert torch.equal(batch["x"], ids)
-
-
-# -- transforms, prefetch -------------------------------------------------------------------------
 
 
 def test_transforms_of_members_run_before_those_of_the_ensemble() -> None:
@@ -421,9 +406,6 @@ def test_without_a_generator_members_draw_from_their_own() -> None:
     ensemble = ReplayBufferEnsemble(member, sample_from_all=True)
     for _ in range(3):
         assert torch.equal(ensemble.sample(4)["id"][0], alone.sample(4)["id"])
-
-
-# -- the parts by themselves ----------------------------------------------------------------------
 
 
 def test_ensemble_of_storages_samplers_and_writers_samples() -> None:

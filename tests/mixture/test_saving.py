@@ -242,9 +242,6 @@ def test_second_save_writes_only_changed_members(tmp_path: Path) -> None:
     assert torch.equal(other[1][:]["id"], ensemble[1][:]["id"])
 
 
-# -- all or nothing -------------------------------------------------------------------------------
-
-
 def shown(ensemble: ReplayBufferEnsemble) -> Any:
     """Everything there is to tell of an ensemble, the next batches included."""
     state = ensemble.state_dict()
@@ -394,9 +391,6 @@ def test_states_of_other_ensembles_and_buffers_are_refused(tmp_path: Path) -> No
     refuses(ValueError, "at least 1", ensemble.dumps, tmp_path / "none", keep=0)
 
 
-# -- opened in place ------------------------------------------------------------------------------
-
-
 def test_rows_of_all_members_stay_in_the_files(tmp_path: Path) -> None:
     """Also of those of a member that is an ensemble; what is written stays out of the files."""
     count = 60_000  # what is shorter than a mebibyte is copied
@@ -457,9 +451,6 @@ def test_failed_mapping_of_one_member_maps_no_member(
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"data-.*\.bin is torn"):
         make_ensemble([0, 0]).loads(tmp_path, mmap=True)
-
-
-# -- parts by themselves --------------------------------------------------------------------------
 
 
 def test_state_of_the_sampler_restores_weights_and_passes(tmp_path: Path) -> None:
