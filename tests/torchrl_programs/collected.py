@@ -6,47 +6,23 @@ import time
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.modules import AdditiveGaussianModule
-from torchrl.objectives import DDPGLoss, SoftUpdate
 
-from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
+from tests.torchrl_programs.networks import Learner
 from tests.torchrl_programs.reach import make_env
 
 
-class Learner:
-    """A DDPG agent that is handed batches."""
-
-    def __init__(self, env: Any) -> None:
-        spec = env.action_spec_unbatched
-        actor = tanh_actor(spec)
-        critic = critic_of("observation", "action", size=2)
-        self.policy = TensorDictSequential(
-            actor, AdditiveGaussianModule(spec, sigma_init=0.3, sigma_end=0.3)
-        )
-        self.loss_module = DDPGLoss(actor, critic, delay_actor=True)
-        self.loss_module.make_value_estimator(gamma=0.9)
-        self.update_target = SoftUpdate(self.loss_module, tau=0.05)
-        networks = self.loss_module.actor_network_params, self.loss_module.value_network_params
-        actor_parameters, critic_parameters = (list(n.flatten_keys().values()) for n in networks)
-        self.optimizer = torch.optim.Adam(
-            [{"params": actor_parameters, "lr": 1e-3}, {"params": critic_parameters}], lr=1e-2
-        )
-
-    def step(self, batch: Any) -> float:
-        terms = self.loss_module(batch)
-        loss = terms["loss_actor"] + terms["loss_value"]
-        descend(self.optimizer, loss)
-        self.update_target.step()
-        return float(loss)
+def make_learner(env: Any) -> Learner:
+    spec = env.action_spec_unbatched
+    return Learner(spec, AdditiveGaussianModule(spec, sigma_init=0.3, sigma_end=0.3))
 
 
 def in_turn(rl: Any) -> list[float]:
     """The collector yields nothing: it writes, then the learner samples."""
     torch.manual_seed(0)
     env = make_env()
-    learner = Learner(env)
+    learner = make_learner(env)
     buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(1000, ndim=2), batch_size=64)
     collector = Collector(
         env, learner.policy, frames_per_batch=80, total_frames=800, replay_buffer=buffer
@@ -65,7 +41,7 @@ def in_a_thread(rl: Any) -> list[float]:
     """``collector.start()`` writes in the background while the learner samples."""
     torch.manual_seed(0)
     env = make_env()
-    learner = Learner(env)
+    learner = make_learner(env)
     buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(1000, ndim=2), batch_size=64)
     collector = Collector(
         env, learner.policy, frames_per_batch=40, total_frames=2000, replay_buffer=buffer
@@ -83,7 +59,7 @@ def step_by_step(rl: Any) -> list[float]:
     """``extend_buffer=False``: each step of the environment is added by ``add``."""
     torch.manual_seed(0)
     env = make_env(points=1)
-    learner = Learner(env)
+    learner = make_learner(env)
     buffer = rl.ReplayBuffer(storage=rl.LazyTensorStorage(200), batch_size=16)
     collector = Collector(
         env,

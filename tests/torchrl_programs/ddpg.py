@@ -6,13 +6,11 @@ import tempfile
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import RandomCropTensorDict
 from torchrl.modules import OrnsteinUhlenbeckProcessModule
-from torchrl.objectives import DDPGLoss, SoftUpdate
 
-from tests.torchrl_programs.networks import critic_of, descend, tanh_actor
+from tests.torchrl_programs.networks import Learner
 from tests.torchrl_programs.reach import make_env
 
 
@@ -34,24 +32,13 @@ def make_buffer(rl: Any, folder: str, prioritized: bool) -> Any:
 def train(rl: Any, prioritized: bool) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     env = make_env()
-    actor = tanh_actor(env.action_spec_unbatched)
-    critic = critic_of("observation", "action", size=2)
-    loss_module = DDPGLoss(actor, critic, loss_function="smooth_l1", delay_actor=True)
-    loss_module.make_value_estimator(gamma=0.9)
-    update_target = SoftUpdate(loss_module, tau=0.05)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": list(loss_module.actor_network_params.flatten_keys().values()), "lr": 1e-3},
-            {"params": list(loss_module.value_network_params.flatten_keys().values())},
-        ],
-        lr=1e-2,
-    )
     noise = OrnsteinUhlenbeckProcessModule(
         spec=env.action_spec_unbatched, annealing_num_steps=1500, eps_init=1.0, eps_end=0.05
     )
+    learner = Learner(env.action_spec_unbatched, noise)
     collector = Collector(
         env,
-        TensorDictSequential(actor, noise),
+        learner.policy,
         frames_per_batch=80,
         total_frames=2400,
         init_random_frames=800,
@@ -65,13 +52,9 @@ def train(rl: Any, prioritized: bool) -> tuple[list[float], list[float]]:
             for _ in range(10):
                 batch = buffer.sample()
                 assert batch.shape == (16, 5)
-                terms = loss_module(batch)
-                loss = terms["loss_actor"] + terms["loss_value"]
-                descend(optimizer, loss)
-                update_target.step()
+                losses.append(learner.step(batch))
                 if prioritized:
                     buffer.update_tensordict_priority(batch)
-                losses.append(loss.item())
             noise.step(80)
             collector.update_policy_weights_()
         collector.shutdown()
