@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,14 @@ def running(*works: Callable[[], Any]) -> Iterator[list[BaseException]]:
         for thread in threads:
             thread.join()
     assert failed == []
+
+
+def wait_until(true: Callable[[], Any]) -> None:
+    """Returns once something is true; fails after a minute."""
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def prioritized() -> PrioritizedSampler:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.shards import RaySupervisor
 from replaykit.pace import INSERT
 from replaykit.sharding import ShardLossWarning, ShardSilent
-from tests.distributed.laws import numbered, prioritized, running
+from tests.distributed.laws import numbered, prioritized, running, wait_until
 from tests.distributed.stand_in import Ray
 from tests.support.refusals import refuses
 
@@ -228,10 +227,7 @@ def test_saver_of_an_actor_survives_errors(
 
     monkeypatch.setattr(ShardHolder, "save_own", fails_twice)
     holder = ShardHolder(recipe(0.0), 0, saves=True)
-    until = time.monotonic() + 30
-    while not (tmp_path / "shard-00000" / "manifest.json").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until((tmp_path / "shard-00000" / "manifest.json").exists)
     holder.close()
     assert len(tries) >= 3
     assert "odd rows" in caplog.text

@@ -37,6 +37,7 @@ from replaykit.errors import ActorLost, RateLimiterTimeout, SchemaError
 from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 from replaykit.testing import RoboHiveWriter, make_trial
 from tests.conftest import make_rows
+from tests.distributed.laws import wait_until
 from tests.ray_cluster import RAY_MARKS
 from tests.support.refusals import refuses
 
@@ -396,10 +397,7 @@ def test_small_writes_are_sent_after_a_short_wait(
     began = time.monotonic()
     handle.add(make_rows(0, 1)[0])
     assert not sent or time.monotonic() - began >= 0.05
-    until = time.monotonic() + 60
-    while not len(rb):  # another handle, that sends nothing of this one
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: len(rb))  # another handle, that sends nothing of this one
     assert sent == [[0]]
     result = handle.add(make_rows(1, 1)[0])
     assert result.result() == 1  # asking for it sends it
@@ -569,10 +567,7 @@ def test_samples_and_writes_wait_for_each_other_in_the_actor(
     assert len(rb) == 0  # answered while they wait
     assert not any(batch.done() for batch in early)
     rb.extend(make_rows(0, 4))
-    until = time.monotonic() + 60
-    while sum(batch.done() for batch in early) < 1:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: any(batch.done() for batch in early))
     assert rb.run(lambda buffer: buffer.stats()["samples"]) == 4
 
     writes = [rb.extend_async(make_rows(4 + 4 * n, 4)) for n in range(6)]

@@ -30,17 +30,14 @@ from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
 from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
-from tests.distributed.laws import prioritized, running
+from tests.distributed.laws import prioritized, running, wait_until
 from tests.pace.calls import counts, numbers, started
 from tests.support.refusals import refuses
 
 
 def waiting(rb: Any, count: int) -> None:
     """Returns once so many calls wait."""
-    until = time.monotonic() + 20
-    while rb._tickets.keeper.pace._waiting < count:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: rb._tickets.keeper.pace._waiting >= count)
 
 
 def seeded(seed: int) -> torch.Generator:

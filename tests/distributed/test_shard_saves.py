@@ -28,7 +28,7 @@ from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import check_law, episodes, numbered, prioritized, running
+from tests.distributed.laws import check_law, episodes, numbered, prioritized, running, wait_until
 from tests.support.refusals import refuses
 
 
@@ -119,10 +119,8 @@ def test_a_batch_is_saved_with_all_its_rows_or_none(sharded: Any, tmp_path: Path
             for number in range(6):
                 before = sum(written)
                 loads.append(moved(how, rb, tmp_path / str(number)))
-                until = time.monotonic() + 60
-                while sum(written) == before and not failed:  # so that the next save has more
-                    assert time.monotonic() < until
-                    time.sleep(0.001)
+                # So that the next save has more.
+                wait_until(lambda before=before: sum(written) != before or failed)
         finally:
             stop.set()
     sizes = []

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from replaykit import (
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
 from replaykit.sharding import ShardLossWarning
-from tests.distributed.laws import check_law, episodes, prioritized
+from tests.distributed.laws import check_law, episodes, prioritized, wait_until
 from tests.ray_cluster import RAY_MARKS
 from tests.support.refusals import refuses
 
@@ -79,7 +78,7 @@ def test_two_actors_are_one_buffer(
     batch["x"] += 1  # its memory is the learner's
     ahead, later = rb.client(prefetch=2), rb.sample_async(7)
     assert ahead.sample().shape == ahead.sample_async().result().shape == (100,)
-    _until(later.done)
+    wait_until(later.done)
     assert later.result().shape == (7,)
     assert rb.flush().tolist() == []
     rb.cut(0)
@@ -103,7 +102,7 @@ def test_two_actors_are_one_buffer(
     refuses(TypeError, r"send buffer\.client\(\)", pickle.dumps, rb)
 
     rb.dumps(tmp_path / "all")
-    _until(lambda: _saved(tmp_path / "own") == 30)  # by themselves, the newest rows too
+    wait_until(lambda: _saved(tmp_path / "own") == 30)  # by themselves, the newest rows too
     victim = rb._members.shards[1]
     ray_cluster.kill(victim.actor)
     rounds = 0
@@ -145,13 +144,6 @@ def _saved(folder: Path) -> int:
     return sum(json.loads(file.read_text())["len"] for file in folder.glob("*/manifest.json"))
 
 
-def _until(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.long
 def test_dead_actor_without_a_checkpoint_restarts_empty(make_shards: Any, ray_cluster: Any) -> None:
     losses: list[ShardLoss] = []
@@ -169,7 +161,7 @@ def test_dead_actor_without_a_checkpoint_restarts_empty(make_shards: Any, ray_cl
     ray_cluster.kill(rb._members.shards[0].actor)
     # Rows of keys whose shard is away wait for it.
     rb.extend(episodes([4] * 10, first=10))
-    _until(lambda: bool(rb.sample(20).shape) and bool(losses))
+    wait_until(lambda: bool(rb.sample(20).shape) and bool(losses))
     assert losses == [ShardLoss(0, 0, 0, sizes[0], sizes[0], 0)]
     assert rb.stats()["rows_lost"] == sizes[0]
     assert len(rb) == 80 - sizes[0]
@@ -236,10 +228,7 @@ def test_clients_in_other_processes_keep_each_others_pace(
     assert (counts(), paced.can_sample()) == ((79, 144), False)
     paced.load_state_dict(state)
     assert counts() == (79, 144)
-    until = time.monotonic() + 60
-    while not paced.can_sample():  # once the rights of the dead have ended
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(paced.can_sample)  # once the rights of the dead have ended
 
     ray_cluster.kill(paced._members.shards[0].actor, no_restart=True)
     with pytest.warns(ShardLossWarning, match="shard 0"):

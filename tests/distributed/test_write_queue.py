@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT
@@ -22,7 +21,7 @@ from replaykit.distributed.shard_writes import in_thread
 from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_all
 from replaykit.errors import ActorLost, SchemaError
 from replaykit.sharding import ShardSilent
-from tests.distributed.laws import numbered, prioritized, running
+from tests.distributed.laws import numbered, prioritized, running, wait_until
 from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
 from tests.support.refusals import refuses
 
@@ -239,10 +238,7 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
     for write in (rb.extend, rb.extend_async, lambda rows: rb.flush()):
         gate.error = OSError("a broken shard")
         failed = rb.extend_async(numbered(6, 2))
-        until = time.monotonic() + 10
-        while not failed.done():
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(failed.done)
         gate.error = None
         dealt, came = rb._router.dealt, gate.came
         refuses(OSError, "a broken shard", write, numbered(8, 2))

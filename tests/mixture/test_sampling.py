@@ -75,19 +75,13 @@ def test_every_part_contains_rows_of_one_member(name: str, times: int) -> None:
             assert (batch["sequence_id"] == torch.tensor([0, 0, 1, 1])).all()
 
 
-@pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(alpha=1, beta=1)])
-def test_sample_info_has_the_keys_that_the_sequence_declares(sampler: Any) -> None:
-    member = make_member(0, sampler=sampler(), sample_unit=Sequence(length=3))
-    _, info = member.sample(4, return_info=True)
-    told = {*member.sampler.info_keys, *Sequence(length=3).info_keys}
-    late = {"index", "index_generation", "anchor_generation"}
-    assert set(info) - late == told - late
-
-
 @pytest.mark.parametrize("chosen", [None, ["id"]])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [*SAMPLERS, "sequences"])
 def test_batches_of_any_members_have_the_same_keys(name: str, chosen: Any) -> None:
-    members = [make_member(0), make_member(1, sampler=SAMPLERS[name](), batch_size=4)]
+    if name == "sequences":
+        members = [make_member(0), make_member(1, sample_unit=Sequence(length=1))]
+    else:
+        members = [make_member(0), make_member(1, sampler=SAMPLERS[name](), batch_size=4)]
     keys = []
     for p in ([1, 0], [0, 1], [1, 1]):
         ensemble = ReplayBufferEnsemble(*members, p=p, num_buffer_sampled=4, keys=chosen)
