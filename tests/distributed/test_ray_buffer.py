@@ -36,7 +36,7 @@ from replaykit.distributed.host import Host
 from replaykit.errors import ActorLost, RateLimiterTimeout, SchemaError
 from replaykit.remote import DEFAULT_REMOTE_CLASS_CONFIG
 from replaykit.testing import RoboHiveWriter, make_trial
-from tests.conftest import make_rows
+from tests.conftest import fingerprint, make_rows
 from tests.distributed.laws import wait_until
 from tests.ray_cluster import RAY_MARKS
 from tests.support.refusals import refuses
@@ -64,19 +64,7 @@ def arguments() -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return type(found) is type(expected) and torch.equal(found, expected)
-    if isinstance(expected, TensorDict):
-        return set(found.keys()) == set(expected.keys()) and all(
-            same(found[key], value) for key, value in expected.items()
-        )
-    if isinstance(expected, dict):
-        return list(found) == list(expected) and all(
-            same(found[key], expected[key]) for key in expected
-        )
-    if isinstance(expected, tuple):
-        return all(same(one, other) for one, other in zip(found, expected, strict=True))
-    return bool(found == expected)
+    return bool(fingerprint(found) == fingerprint(expected))
 
 
 CALLS: list[tuple[str, Callable[[Any], Any]]] = [

@@ -99,7 +99,6 @@ LEARNS = {
     "best_trajectories": [falls("loss"), rises("least return kept", 1.0)],
 }
 LEARNS_SLOWLY = {
-    "ppo_write_all": [rises("reward", 0.1), rises("value", 0.5)],
     "iql": [falls("loss"), pulls],
     "recurrent": [falls("trajectory id"), falls("end of episode"), falls("without replacement")],
     "collected": [],  # finite losses; the program itself checks what is in the buffer
@@ -107,7 +106,12 @@ LEARNS_SLOWLY = {
     "ddpg": [rises("reward", 0.1), rises("prioritized reward", 0.1)],
     "dqn": [rises("return", 30.0), rises("prioritized return", 20.0)],
     "sac": [rises("reward", 0.1)],
-    "ppo": [rises("return", 20.0)],
+    "ppo": [
+        rises("reward", 0.1),
+        rises("value", 0.5),
+        rises("written back reward", 0.1),
+        rises("written back value", 0.5),
+    ],
 }
 
 SAME = {
