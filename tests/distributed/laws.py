@@ -85,6 +85,19 @@ def episodes(lengths: list[int], first: int = 0) -> TensorDict:
     return TensorDict(rows, [len(ids)])
 
 
+def steps(keys: list[int], x: list[int]) -> TensorDict:
+    """A row for each key, of episodes that do not end."""
+    done = torch.zeros(len(keys), 1, dtype=torch.bool)
+    return TensorDict(
+        {"k": torch.tensor(keys), "x": torch.tensor(x), "next": {"done": done}}, [len(keys)]
+    )
+
+
+def windows(rb: Any) -> set[tuple[int, ...]]:
+    """All windows of two rows, by as many draws as never miss one of 30."""
+    return {tuple(pair) for pair in rb.sample(2000)["x"].reshape(-1, 2).tolist()}
+
+
 def check_law(buffer: Any, draws: int, batch: int, weights: Array) -> None:
     """Assert that rows are drawn, or windows begin, as often as their weights say."""
     found = counts(buffer, draws, batch, len(weights))

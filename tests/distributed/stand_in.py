@@ -10,7 +10,7 @@ import pytest
 from replaykit import RayReplayBufferClient, ReplayBuffer
 from replaykit.distributed.host import Host
 
-__all__ = ["Actor", "Ray", "client_of", "failing", "no_answer", "stand_in"]
+__all__ = ["Actor", "Ray", "Untold", "client_of", "failing", "no_answer", "stand_in"]
 
 
 class _TaskError(Exception):
@@ -29,6 +29,13 @@ class _GetTimeoutError(Exception):
 
 class _ObjectLostError(Exception):
     pass
+
+
+class Untold(Exception):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
 
 
 class Ray:

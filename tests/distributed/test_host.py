@@ -18,14 +18,8 @@ from replaykit.distributed.host import Host
 from replaykit.distributed.protocol import pack, unpack
 from replaykit.distributed.requests import unpack_reply
 from tests.conftest import make_rows
+from tests.distributed.stand_in import Untold
 from tests.support.refusals import refuses
-
-
-class Untold(Exception):
-    """An error that pickle cannot make again."""
-
-    def __init__(self, one: int, other: int) -> None:
-        super().__init__(f"{one} and {other}")
 
 
 def host_of(cls: type = ReplayBuffer, **arguments: Any) -> Host:

@@ -132,7 +132,6 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
 
 @pytest.mark.pitfall("TH11")
 def test_every_call_matches_local_buffer(make: Any, tmp_path: Path) -> None:
-    """TH11: the same seed, the same calls, the same results."""
     local, remote = ReplayBuffer(**arguments()), make(**arguments())
     for name, call in CALLS:
         expected, found = call(local), call(remote)
@@ -276,7 +275,6 @@ def test_actor_that_cannot_start_names_its_resources(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.pitfall("TH11")
 def test_plain_actor_matches_local_buffer(ray_cluster: Any, tmp_path: Path) -> None:
-    """TH11, TH12: same calls, same results, errors of the same type."""
     call = ray_cluster.get
     remote = TensorDictReplayBuffer.as_remote({"num_cpus": 0}).remote(**arguments())
     local = TensorDictReplayBuffer(**arguments())

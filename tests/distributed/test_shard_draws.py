@@ -29,7 +29,15 @@ from replaykit import (
     TensorDictMaxValueWriter,
 )
 from replaykit.distributed.shard_config import ByKey
-from tests.distributed.laws import FAR, check_law, chi_square, counts, episodes, prioritized
+from tests.distributed.laws import (
+    FAR,
+    check_law,
+    chi_square,
+    counts,
+    episodes,
+    prioritized,
+    steps,
+)
 from tests.support.refusals import refuses
 
 
@@ -368,29 +376,22 @@ def test_interleaved_streams_stay_streams(sharded: Any, tmp_path: Path, shards: 
     def make(count: int) -> Any:
         return sharded(
             count,
-            storage=lambda: LazyTensorStorage(400, lane_key="env"),
+            storage=lambda: LazyTensorStorage(400, lane_key="k"),
             writer=lambda: LaneWriter(40),
             sampler=lambda: SliceSampler(slice_len=3, measure="lane"),
-            shard_key="env",
+            shard_key="k",
         )
 
     rb = make(3)
-    envs, steps = 5, 12
-    for step in range(steps):
-        present = torch.arange(envs)[: 3 if step >= 6 else envs]
-        rows = {
-            "env": present,
-            "x": present * steps + step,
-            "next": {"done": torch.zeros(len(present), 1, dtype=torch.bool)},
-        }
-        rb.extend(TensorDict(rows, [len(present)]))
+    for step in range(12):
+        present = list(range(3 if step >= 6 else 5))
+        rb.extend(steps(present, [12 * stream + step for stream in present]))
     rb.dumps(tmp_path)
     other = make(shards)
     other.loads(tmp_path)
-    lengths = [12, 12, 12, 6, 6]
-    expected = np.zeros(envs * steps)
-    for env, length in enumerate(lengths):
-        expected[env * steps : env * steps + length - 2] = 1 / (length - 2)
+    expected = np.zeros(60)
+    for stream, length in enumerate([12, 12, 12, 6, 6]):
+        expected[12 * stream : 12 * stream + length - 2] = 1 / (length - 2)
     for buffer in (rb, other):
         check_law(buffer, 30_000, 3000, expected)
 

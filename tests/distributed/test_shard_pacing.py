@@ -30,7 +30,7 @@ from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
 from replaykit.distributed.shards import Supervisor
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
-from tests.distributed.laws import prioritized, running, wait_until
+from tests.distributed.laws import episodes, prioritized, running, wait_until
 from tests.pace.calls import counts, numbers, started
 from tests.support.refusals import refuses
 
@@ -254,20 +254,9 @@ def test_held_back_rows_count_once_they_are_stored(sharded: Any) -> None:
         transform_factory=lambda: NStep(3, when="write"),
         shard_key="episode",
     )
-    done = torch.zeros(6, 1, dtype=torch.bool)
-    rows = TensorDict(
-        {
-            "episode": torch.zeros(6, dtype=torch.int64),
-            "obs": torch.arange(6.0),
-            "next": {
-                "obs": torch.arange(1.0, 7.0),
-                "reward": torch.ones(6, 1),
-                "done": done,
-                "terminated": done,
-            },
-        },
-        [6],
-    )
+    rows = episodes([6])
+    rows["next", "done"][:] = False
+    rows["next", "reward"] = torch.ones(6, 1)
     rb.extend(rows, timeout=0)
     assert counts(rb) == (len(rb), 0) == (4, 0)
     rb.flush()

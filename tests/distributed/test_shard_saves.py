@@ -28,7 +28,16 @@ from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError
-from tests.distributed.laws import check_law, episodes, numbered, prioritized, running, wait_until
+from tests.distributed.laws import (
+    check_law,
+    episodes,
+    numbered,
+    prioritized,
+    running,
+    steps,
+    wait_until,
+    windows,
+)
 from tests.support.refusals import refuses
 
 
@@ -190,31 +199,20 @@ def test_episodes_stay_whole_in_other_numbers_of_shards(
 
 
 def test_no_window_goes_over_a_seam(sharded: Any, tmp_path: Path) -> None:
-    """Open episodes of one id in two shards that become one, and what is written next: without
-    ids the only thing between them is the cut."""
-    rb = sharded(
-        4, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k", batch_size=8
-    )
-    rows = TensorDict(
-        {
-            "k": torch.arange(12) // 2,
-            "x": torch.arange(12),
-            "next": {"done": torch.zeros(12, 1, dtype=torch.bool)},
-        },
-        [12],
-    )
-    for first in range(0, 12, 2):
-        rb.extend(rows[first : first + 2])
-        rb.cut()
+    """Between open streams of shards that become one, and before what is written next: without ids
+    the only thing between them is the cut."""
+
+    def make(count: int) -> Any:
+        return sharded(count, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k")
+
+    home = ByKey(4, "k").route({("k",): torch.arange(50)}, 50, []).tolist()
+    rows = steps([home.index(shard) for shard in range(4) for _ in range(2)], list(range(8)))
+    rb, other = make(4), make(1)
+    rb.extend(rows)
     rb.dumps(tmp_path)
-    other = sharded(
-        1, sampler=lambda: SliceSampler(slice_len=2, traj_key=()), shard_key="k", batch_size=400
-    )
     other.loads(tmp_path)
     other.extend(rows[:2])
-    windows = other.sample()["x"].reshape(200, 2)
-    assert (windows[:, 1] - windows[:, 0] == 1).all()
-    assert set(windows[:, 0].tolist()) == set(range(0, 12, 2))
+    assert windows(other) == {(0, 1), (2, 3), (4, 5), (6, 7)}
 
 
 def test_loading_warns_of_rows_that_do_not_fit(sharded: Any, tmp_path: Path) -> None:
@@ -557,19 +555,6 @@ def test_shard_with_invalid_checkpoint_starts_empty_and_reports_it(
     assert len(empty.buffer) == 0
     for one in (shard, again, empty):
         one.close()
-
-
-def steps(keys: list[int], x: list[int]) -> TensorDict:
-    """A row for each key, of episodes that do not end."""
-    done = torch.zeros(len(keys), 1, dtype=torch.bool)
-    return TensorDict(
-        {"k": torch.tensor(keys), "x": torch.tensor(x), "next": {"done": done}}, [len(keys)]
-    )
-
-
-def windows(rb: Any) -> set[tuple[int, ...]]:
-    """All windows of two rows, by as many draws as never miss one of 30."""
-    return {tuple(pair) for pair in rb.sample(2000)["x"].reshape(-1, 2).tolist()}
 
 
 def test_cut_remains_after_its_row_moves_to_another_shard(sharded: Any, tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from replaykit import (
 )
 from replaykit.distributed.sharded_client import REFUSED
 from replaykit.errors import SchemaError
-from tests.distributed.laws import episodes
-from tests.distributed.test_shard_saves import steps, windows
+from tests.distributed.laws import episodes, steps, windows
 from tests.support.refusals import refuses
 
 

@@ -22,7 +22,7 @@ from replaykit.distributed.write_queue import MOST_UNDER_WAY, WriteQueue, leave_
 from replaykit.errors import ActorLost, SchemaError
 from replaykit.sharding import ShardSilent
 from tests.distributed.laws import numbered, prioritized, running, wait_until
-from tests.distributed.stand_in import Ray, failing, no_answer, stand_in
+from tests.distributed.stand_in import Ray, Untold, failing, no_answer, stand_in
 from tests.support.refusals import refuses
 
 
@@ -95,13 +95,9 @@ def test_closing_reports_all_unread_errors() -> None:
     assert one_of(failed[:1]) is failed[0]
     assert leave_all(None, box.actor) == ([], 0)
 
-    class Odd(Exception):
-        def __init__(self, one: int, other: int) -> None:
-            super().__init__(f"{one} and {other}")
-
-    many = one_of([Odd(1, 2), *(ValueError(f"{number}") for number in range(9))])
+    many = one_of([Untold(1, 2), *(ValueError(f"{number}") for number in range(9))])
     assert type(many) is RuntimeError
-    assert str(many).startswith("Odd: 1 and 2; 9 more writes have failed: ValueError: 0; ")
+    assert str(many).startswith("Untold: 1 and 2; 9 more writes have failed: ValueError: 0; ")
     assert str(many).endswith("ValueError: 4; and 4 others")
 
 

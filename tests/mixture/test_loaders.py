@@ -17,6 +17,7 @@ from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
+    Ramp,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -137,13 +138,25 @@ def test_workers_follow_writes_to_shared_members() -> None:
 
 
 def test_spawned_workers_open_the_files_of_members(tmp_path: Path) -> None:
-    def member(number: int) -> ReplayBuffer:
-        storage = LazyMemmapStorage(30, scratch_dir=tmp_path / str(number))
-        return holding(rows_of(number, 20), storage, sampler=SamplerWithoutReplacement())
+    """They have the epoch of the mixture, and know since when members are ready."""
 
-    one, other = member(0), member(1)
+    def member(number: int, rows: int) -> ReplayBuffer:
+        storage = LazyMemmapStorage(30, scratch_dir=tmp_path / str(number))
+        return holding(rows_of(number, rows), storage, sampler=SamplerWithoutReplacement())
+
+    one, other = member(0, 20), member(1, 1)
     twice = ReplayBufferEnsemble(other, one)
-    ensemble = ReplayBufferEnsemble(one, other, one, twice, p=[1, 3, 1, 1], batch_size=8)
+    ensemble = ReplayBufferEnsemble(
+        *(one, other, one, twice),
+        p=[0.1, 0.5, 0.2, 0.2],
+        ramp=Ramp(9),
+        ready=[None, (2, "episodes"), None, None],
+        num_buffer_sampled=20,
+        batch_size=40,
+    )
+    other.extend(rows_of(1, 20, start=1))
+    ensemble.set_epoch(4)
+    ensemble.set_epoch(5)
     here, there = (
         list(ensemble.dataloader(workers=n, steps=3, multiprocessing_context=method))
         for n, method in ((0, None), (1, "spawn"))

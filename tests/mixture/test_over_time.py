@@ -9,7 +9,6 @@ import torch
 
 from replaykit import (
     JointBatch,
-    LazyMemmapStorage,
     LazyTensorStorage,
     Ramp,
     ReplayBuffer,
@@ -260,24 +259,3 @@ def test_a_joint_batch_without_enough_data_draws_nothing() -> None:
     refuses(NotReady, "'b'", next, iter(batches))
     assert batches.step == 0
     assert str(before) == str(batches.members["a"].state_dict())
-
-
-def test_spawned_workers_have_the_epoch_of_the_mixture(tmp_path: Any) -> None:
-    def member(number: int) -> ReplayBuffer:
-        storage = LazyMemmapStorage(30, scratch_dir=tmp_path / str(number))
-        return ReplayBuffer(storage=storage)
-
-    members = member(0), member(1)
-    members[0].extend(rows_of(0, 20))
-    mixture = ReplayBufferEnsemble(
-        *members, p=[0.5, 0.5], ramp=Ramp(9), ready=[None, (2, "episodes")], num_buffer_sampled=40
-    )
-    members[1].extend(rows_of(1, 20))
-    mixture.set_epoch(4)
-    mixture.set_epoch(5)
-    here, there = (
-        members_in(mixture.dataloader(40, workers=n, steps=4, multiprocessing_context=method))
-        for n, method in ((0, None), (1, "spawn"))
-    )
-    assert here == there
-    check_share(here, (2 / 18) / (2 / 18 + 1 / 2))

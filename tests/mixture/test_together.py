@@ -50,7 +50,6 @@ def test_one_thread_writes_others_sample_and_save(tmp_path: Any) -> None:
 
 
 def test_threads_share_one_pass() -> None:
-    """Each row of each member once, whoever draws it."""
     ensemble = make_ensemble([40, 40], [SamplerWithoutReplacement] * 2, sample_from_all=True)
     found: list[torch.Tensor] = []
 
