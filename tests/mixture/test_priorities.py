@@ -186,16 +186,16 @@ def test_priorities_reach_members_with_lanes() -> None:
 def test_priorities_reach_windows_and_rows_in_one_batch(unit: str) -> None:
     """Priorities of rows that only fill a window up do not count, whatever they are."""
     kind: Any = PrioritizedSampler if unit == "sequence" else PrioritizedSliceSampler
-    options = {
+    every: dict[str, dict[str, Any]] = {
         "sequence": {},
         "slice": {"slice_len": 2, "unit": "slice"},
         "padded": {"slice_len": 8, "strict_length": False, "pad_output": True},
-    }[unit]
+    }
     # Twice as many rows come of what is asked for in sequences of two.
-    doubled = {"sample_unit": Sequence(length=2)} if unit == "sequence" else {}
+    doubled: dict[str, Any] = {"sample_unit": Sequence(length=2)} if unit == "sequence" else {}
 
     def member() -> ReplayBuffer:
-        sampler = kind(alpha=1.0, beta=1.0, eps=0.0, **options)
+        sampler = kind(alpha=1.0, beta=1.0, eps=0.0, **every[unit])
         return make_member(1, 10, sampler=sampler, **doubled)
 
     windows, alone = member(), member()
