@@ -27,18 +27,12 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.checkpoint import checkpoint_versions
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.published_buffer import MappedStorage
-from replaykit.datasets.sources import Sources
 from replaykit.errors import ActorLost, CheckpointError, NotEnoughData, SchemaError
-from replaykit.testing.robohive_files import RoboHiveWriter, make_trial
 from tests.distributed.stand_in import Actor, client_of, stand_in
-from tests.mixture.members import by_priority, check_rows, make_member, rows_of, same
+from tests.mixture.members import by_priority, check_rows, holding, make_member, rows_of, same
+from tests.mixture.test_data_sets import publish
+from tests.mixture.test_weights import CRITICAL
 from tests.support.refusals import refuses
-
-CHI_SQUARE_3 = 16.27
-"""Of 3 degrees of freedom, exceeded by chance once in a thousand times; seeds are fixed."""
 
 
 @pytest.fixture(params=["shards", "actor"])
@@ -121,7 +115,7 @@ def test_rows_of_a_member_have_its_law(far: Any) -> None:
     batch = ensemble.sample(4000)
     found = np.bincount(batch["index", "index"].reshape(-1).numpy(), minlength=4)
     expected = np.array([400, 800, 1200, 1600])
-    assert ((found - expected) ** 2 / expected).sum() < CHI_SQUARE_3
+    assert ((found - expected) ** 2 / expected).sum() < CRITICAL[3]
     weights = 1 / (1.0 + batch["index", "index"])
     assert torch.allclose(batch["priority_weight"], weights.float())
 
@@ -227,15 +221,8 @@ def test_ensemble_follows_changed_sampler_of_remote_member(far: Any) -> None:
 
 @only_actors
 def test_a_data_set_in_an_actor_is_a_member(far: Any, tmp_path: Path) -> None:
-    source = tmp_path / "set.h5"
-    with RoboHiveWriter(source) as writer:
-        writer.add_trial(**make_trial(30, seed=0))
-    path = ensure_dataset(
-        tmp_path / "set", get_sources=lambda: Sources.local([source]), layout=ROBOHIVE
-    )
-    handle = far(1, 0, storage=MappedStorage(path), writer=ImmutableDatasetWriter())
-    here = make_member(0, 0)
-    here.extend(handle[:10].select("action"))
+    handle = far(1, 0, storage=publish(tmp_path / "set"), writer=ImmutableDatasetWriter())
+    here = holding(handle[:40].select("action"))
     ensemble = ReplayBufferEnsemble(
         here, handle, keys=["action"], p="size", num_buffer_sampled=40, generator=seeded()
     )
