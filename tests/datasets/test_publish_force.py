@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from replaykit import filesystem
 from replaykit.datasets import publishing
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -18,7 +17,7 @@ from replaykit.datasets.publishing import open_published, remove_published, veri
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 from replaykit.filesystem import private_path
-from tests.datasets.trials import convert, names, never, write_source
+from tests.datasets.trials import convert, names, write_source
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -108,28 +107,6 @@ def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch):
     assert names(target.parent) == [".data.lock", "data"]
     assert open_published(target).rows == 6
     assert names(target.parent) == [".data.lock", "data"]
-
-
-def test_version_that_was_being_replaced_is_restored_on_opening(target, source):
-    """What dying between the two renames leaves."""
-    retired = private_path(target, "old")
-    target.rename(retired)
-    (private_path(target, "tmp")).mkdir()
-    assert open_published(target).rows == 6
-    assert names(target.parent) == [".data.lock", "data"]
-    target.rename(private_path(target, "old"))
-    assert ensure_dataset(target, get_sources=never, layout=ROBOHIVE).rows == 6
-
-
-def test_exchange_swaps_two_paths(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").write_text("file")
-    if not filesystem.exchange(tmp_path / "a", tmp_path / "b"):
-        pytest.skip("this system cannot exchange two paths")
-    assert (tmp_path / "a").read_text() == "file"
-    assert (tmp_path / "b").is_dir()
-    with pytest.raises(FileNotFoundError):
-        filesystem.exchange(tmp_path / "a", tmp_path / "absent")
 
 
 def _others(kind: str, target: Path, tmp_path: Path) -> Path:

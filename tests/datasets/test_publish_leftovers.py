@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -17,12 +16,11 @@ from tensordict import TensorDict
 
 from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.publishing import open_published, verify_published
+from replaykit.datasets.publishing import Published, open_published, verify_published
 from replaykit.datasets.sources import Sources
 from replaykit.datasets.transfers import target_lock
 from replaykit.filesystem import private_path, reserve, siblings
 from tests.datasets.trials import convert, names, never
-from tests.prepared import python
 
 
 @pytest.mark.pitfall("DS3")
@@ -90,34 +88,20 @@ def test_stale_directories_are_removed_and_others_left_alone(tmp_path, source):
     assert siblings(target, "tmp") == []
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.sources import Sources
-from replaykit.datasets.engine.row_writer import RowWriter
-RowWriter.finish = lambda self: os._exit(9)
-source, target = map(Path, sys.argv[1:3])
-ensure_dataset(target, get_sources=lambda: Sources.local([source]), layout=ROBOHIVE, force=True)
-"""
+def ensured(target: Path) -> Published:
+    return ensure_dataset(target, get_sources=never, layout=ROBOHIVE)
 
 
-@pytest.mark.parametrize("opening", ["open", "ensure"])
-def test_next_opening_removes_leftovers_of_killed_replacement(target, source, run_python, opening):
-    """P7: there may never be another replacement that would clear it away."""
-    done = run_python(KILLED, source, target, check=False)
-    assert done.returncode == 9
-    assert len(siblings(target, "tmp")) == 1
-    retired = private_path(target, "old")
-    shutil.copytree(target, retired)
-    if opening == "open":
-        found = open_published(target)
-    else:
-        found = ensure_dataset(target, get_sources=never, layout=ROBOHIVE)
+@pytest.mark.parametrize("opening", [open_published, ensured])
+@pytest.mark.parametrize("leave", [shutil.copytree, os.rename])
+def test_next_opening_clears_up_after_a_killed_replacement(target, opening, leave):
+    """The old version is removed, or restored if the new one had not taken its place."""
+    private_path(target, "tmp").mkdir()
+    leave(target, private_path(target, "old"))
+    found = opening(target)
     assert found.rows == 6
-    assert names(target.parent) == [".data.lock", "data"]
     assert found.columns["next", "reward"][0] == 1.0
+    assert names(target.parent) == [".data.lock", "data"]
 
 
 def test_opening_keeps_draft_of_a_living_process(target):
@@ -139,26 +123,14 @@ def test_leftovers_on_a_disk_that_may_only_be_read_are_no_hindrance(target, monk
     assert open_published(target).rows == 6
 
 
-def test_reserved_file_has_its_size_and_no_room_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    path.touch()
-    reserve(path, 100_000)
-    assert path.stat().st_size == 100_000
-    assert path.stat().st_blocks * 512 >= 100_000
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match=r"200,000 bytes are needed for .*x, .* are free there"):
-        reserve(path, 200_000)
-
+def test_file_has_its_size_where_blocks_cannot_be_reserved(tmp_path, monkeypatch):
     def unsupported(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
     monkeypatch.setattr("os.posix_fallocate", unsupported)
-    reserve(path, 300_000)
-    assert path.stat().st_size == 300_000
+    (tmp_path / "x").touch()
+    reserve(tmp_path / "x", 300_000)
+    assert (tmp_path / "x").stat().st_size == 300_000
 
 
 def test_quota_met_while_writing_is_the_same_sentence(tmp_path, source, monkeypatch):
@@ -201,46 +173,6 @@ def test_threads_that_ask_at_once_share_one_conversion(tmp_path, source, caplog)
     assert asked == [True]
     assert len(caplog.records) == 3
     assert all("waiting for it" in record.message for record in caplog.records)
-
-
-SHARE = """
-import os, sys, time
-from pathlib import Path
-from replaykit.datasets.engine.conversion import ensure_dataset
-from replaykit.datasets.families.robohive import ROBOHIVE
-from replaykit.datasets.sources import Sources
-source, target, log = map(Path, sys.argv[1:4])
-
-def sources():
-    with log.open("a") as file:
-        file.write("converted\\n")
-    time.sleep(0.5)
-    return Sources.local([source])
-
-children = []
-for _ in range(4):
-    child = os.fork()
-    if child == 0:
-        try:
-            rows = ensure_dataset(target, get_sources=sources, layout=ROBOHIVE).rows
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0 if rows == 6 else 2)
-    children.append(child)
-print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-"""
-
-
-@pytest.mark.pitfall("DS12")
-def test_processes_that_ask_at_once_share_one_conversion(tmp_path, source):
-    log = tmp_path / "log"
-    paths = [str(path) for path in (source, tmp_path / "root" / "data", log)]
-    done = subprocess.run([*python(), "-c", SHARE, *paths], capture_output=True, text=True)
-    assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr
-    assert log.read_text() == "converted\n"
-    # Without a handler of the user's, logging shows the lines of those who wait.
-    assert done.stderr.count("is being prepared by another process; waiting for it") == 3
 
 
 def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(tmp_path, source):
