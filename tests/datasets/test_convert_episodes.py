@@ -12,10 +12,6 @@ from replaykit.datasets import Field, Policies, convert
 from replaykit.datasets.engine import plan as episodes_module
 from replaykit.datasets.engine import row_batches
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
-from replaykit.datasets.engine.episode_finders import EpisodeRefs
-from replaykit.datasets.engine.layout import SourceFacts
-from replaykit.datasets.engine.locations import NameTable
-from replaykit.datasets.engine.plan import EpisodeSpan, SourceEpisode, SourceEpisodes, Spans
 from replaykit.datasets.engine.row_batches import Runs
 from replaykit.datasets.families import D4RL
 from replaykit.datasets.publishing import open_published, verify_published
@@ -123,48 +119,6 @@ def test_an_error_in_a_later_part_names_its_record_in_the_file(tmp_path, monkeyp
     with pytest.warns(UserWarning, match=r"\[60:65\]: .*actions, record 63: .*NaN"):
         data = convert(path, D4RL, tmp_path / "data", policies=policies)
     assert data.episode_table["episode"].tolist() == [*range(12), *range(13, 20)]
-
-
-def test_episodes_are_those_that_were_added():
-    spans = Spans()
-    episodes, wanted = SourceEpisodes(spans, is_whole=False), []
-    for span in range(3):
-        first = len(wanted)
-        for at in range(span + 1):
-            facts = SourceFacts(at, at - 1, (None, True, False)[at])
-            place = (span, f"g{span}", at, 10 * at, 10, 9, 9 * len(wanted))
-            wanted.append(SourceEpisode(*place, bool(at % 2), False, facts, 5 * (span == 2)))
-            episodes.append(wanted[-1])
-        rows = 9 * (len(wanted) - first)
-        leaves = frozenset("ab"[: 1 + span % 2])
-        spans.append(
-            EpisodeSpan(span, f"g{span}", 30, first, len(wanted), 9 * first, rows, leaves, span)
-        )
-    assert list(episodes) == wanted == [episodes[at] for at in range(6)]
-    assert episodes[-1] == wanted[-1]
-    assert list(episodes.names()) == [episode.name for episode in wanted]
-    assert [spans[at].stop for at in range(3)] == [1, 3, 6]
-    assert [span.group for span in spans] == ["g0", "g1", "g2"]
-    assert spans.by_file() == {0: range(1), 1: range(1, 2), 2: range(2, 3)}
-    assert (spans.rows, spans.records) == (54, 90)
-    episodes.cut(4)
-    assert list(episodes) == wanted[:4]
-    assert episodes.column("is_open").tolist() == [False, False, True, False]
-
-
-def test_names_can_be_cut():
-    names = NameTable(["a", "", "\u00e9\u00df", "d"])
-    names.cut(3)
-    names.append("e")
-    assert list(names) == ["a", "", "\u00e9\u00df", "e"]
-    names.cut(0)
-    assert list(names) == []
-
-
-def test_references_of_several_files_may_have_one_number():
-    refs = EpisodeRefs(np.array([0, 1, 0]), parts=np.array([0, 0, 1]))
-    assert not refs.has_twins
-    assert EpisodeRefs(np.array([0, 1, 0])).has_twins
 
 
 # -- short groups that are read together -----------------------------------------------------------

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replaykit.datasets import Policies
+from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.sources import SourceFile, Sources
 from replaykit.errors import CorpusError
 from replaykit.testing.robohive_files import make_trial
-from tests.datasets.trials import convert, write
+from tests.datasets.trials import convert, names, quietly, write
 
 
 def edited(change: Callable[[dict[str, Any]], Any], records: int = 5) -> dict[str, Any]:
@@ -93,7 +95,11 @@ def test_trial_that_breaks_a_rule_is_named_and_nothing_is_left(tmp_path, fault):
     assert isinstance(caught.value, ValueError)
     assert message.startswith(f"{bad}: Trial1/{key}")
     assert message.endswith(f"[{rule}]")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "a.h5", "b.h5"]
+    assert names(tmp_path) == [".data.lock", "a.h5", "b.h5"]
+    skip = ConvertOptions(policies=Policies(on_invalid="skip"))
+    left = quietly(tmp_path / "data", good, bad, options=skip)
+    assert left.episodes["length"].tolist() == [4, 3, 3]
+    assert [entry["name"] for entry in left.manifest.report["skipped"]] == ["Trial1"]
 
 
 def test_no_source_file_and_no_row_are_refused(tmp_path):
