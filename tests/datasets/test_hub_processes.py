@@ -1,8 +1,7 @@
-"""The download layer in processes of its own: imports, offline mode, kills, two at once."""
+"""The download layer in processes of its own: kills, interrupts, two at once."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replaykit.datasets.hub_files import HubListing, fetch, list_files
+from replaykit.datasets.hub_files import fetch, list_files
 from tests.support import Fault, LoopbackHub
 
 REPO = "me/data"
@@ -22,26 +21,6 @@ DATA = {f"door/seed{seed}/a.h5": os.urandom(200_000) for seed in range(3)}
 FETCH = """
 from replaykit.datasets.hub_files import fetch, list_files
 fetch(list_files("me/data", directory="door", suffix=".h5"))
-"""
-
-# Prints what each step gives: paths, or the error.
-OFFLINE = """
-import json, pathlib, sys
-from replaykit.datasets.hub_files import HubListing, fetch, list_files
-listing = HubListing.from_json(json.loads(sys.argv[1]))
-
-def attempt(step):
-    try:
-        return [str(path) for path in step()]
-    except FileNotFoundError as error:
-        return str(error)
-
-said = [attempt(lambda: fetch(listing))]
-said.append(attempt(lambda: list_files("me/data", directory="door", suffix=".h5")))
-for path in said[0][1:]:
-    pathlib.Path(path).unlink()
-said.append(attempt(lambda: fetch(listing)))
-print(json.dumps([said, "huggingface_hub" in sys.modules]))
 """
 
 
@@ -53,20 +32,18 @@ class World:
         # A home of its own: nothing below it means that nothing was written to a user's cache.
         self.env = {**hub.env(home / "hf"), "HOME": str(home / "user")}
 
-    def start(self, code: str, *args: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", code, *args],
+            [sys.executable, "-c", FETCH],
             env={**os.environ, **self.env, **env},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
 
-    def listing(self) -> HubListing:
-        return list_files(REPO, directory="door", suffix=".h5")
-
     def is_right(self) -> bool:
-        return [path.read_bytes() for path in fetch(self.listing())] == list(DATA.values())
+        listing = list_files(REPO, directory="door", suffix=".h5")
+        return [path.read_bytes() for path in fetch(listing)] == list(DATA.values())
 
     def files_asked(self) -> int:
         requests = self.hub.requests
@@ -110,27 +87,10 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.01)
 
 
-def test_offline_process_uses_complete_cache_and_names_missing_files(world: World) -> None:
-    listing = world.listing()
-    paths = fetch(listing)
-    world.hub.clear_log()
-    process = world.start(OFFLINE, json.dumps(listing.to_json()), HF_HUB_OFFLINE="1")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    (complete, relisted, missing), client_was_imported = json.loads(out)
-    assert complete == [str(path) for path in paths]
-    assert "unset HF_HUB_OFFLINE" in relisted
-    for said in ("2 of 3 files", "seed1/a.h5: not in the cache", "seed2/a.h5: not in the cache"):
-        assert said in missing
-    assert "seed0/a.h5" not in missing
-    assert world.hub.requests == []
-    assert not client_was_imported
-
-
 @pytest.mark.pitfall("DS12")
 def test_killed_in_the_middle_of_a_file_and_started_again(world: World) -> None:
     world.hub.faults.append(Fault(path="door/seed1/*", method="GET", bytes_per_s=10_000))
-    process = world.start(FETCH)
+    process = world.start()
     wait_for(lambda: len(world.complete()) == 2 and world.parts(), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -144,7 +104,7 @@ def test_killed_in_the_middle_of_a_file_and_started_again(world: World) -> None:
 @pytest.mark.parametrize("wrong", [{"bytes_per_s": 10_000}, {"delay_s": 60}])
 def test_interrupted_in_the_middle_of_a_file(world: World, wrong: dict[str, float]) -> None:
     world.hub.faults.append(Fault(path="door/seed1/*", method="GET", **wrong))
-    process = world.start(FETCH, HF_HUB_DOWNLOAD_TIMEOUT="60")
+    process = world.start(HF_HUB_DOWNLOAD_TIMEOUT="60")
     wait_for(lambda: len(world.complete()) == 2 and world.parts(), process)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -158,7 +118,7 @@ def test_interrupted_in_the_middle_of_a_file(world: World, wrong: dict[str, floa
 @pytest.mark.pitfall("DS12")
 def test_two_processes_fetch_each_file_once(world: World) -> None:
     world.hub.faults.append(Fault(method="GET", bytes_per_s=200_000))
-    processes = [world.start(FETCH) for _ in range(2)]
+    processes = [world.start() for _ in range(2)]
     for process in processes:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

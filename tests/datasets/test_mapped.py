@@ -82,23 +82,6 @@ def test_a_pickle_of_a_version_that_was_replaced_is_refused(tmp_path):
         pickle.loads(blob)
 
 
-def _sum(buffer: ReplayBuffer, results: object) -> None:
-    results.put((len(buffer), float(buffer["time"].sum()), buffer.sample().batch_size))
-
-
-@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.long), "spawn"])
-def test_a_read_only_buffer_can_be_handed_to_another_process(tmp_path, method):
-    storage = publish(tmp_path / "data")
-    buffer = ReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), batch_size=2)
-    context = multiprocessing.get_context(method)
-    results = context.SimpleQueue()
-    process = context.Process(target=_sum, args=(buffer, results))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert results.get() == (5, float(buffer["time"].sum()), torch.Size([2]))
-
-
 ANON = """
 import sys, torch
 from replaykit.datasets import open as open_dataset

@@ -360,19 +360,6 @@ def test_an_interrupt_leaves_neither_workers_nor_files(out, parent_at_work, meth
     assert said.count(b"Traceback") == 1  # that of the parent
 
 
-def test_draft_of_a_living_process_is_not_removed(out, parent_at_work):
-    parent, _ = parent_at_work("fork")
-    (draft,) = siblings(out, "tmp")
-    with ThreadPoolExecutor(1) as threads:
-        later = threads.submit(run, with_pid, out, num_workers=0)
-        time.sleep(0.5)
-        assert not later.done()
-        assert draft.exists()
-        parent.kill()
-        assert pids(later.result(30)) == [HERE] * 40
-    assert not draft.exists()
-
-
 def test_a_place_that_was_filled_during_the_wait_is_refused(out):
     left = private_path(out, "tmp")
     left.mkdir()
