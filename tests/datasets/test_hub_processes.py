@@ -1,7 +1,8 @@
-"""The download layer in processes of its own: kills, interrupts, two at once."""
+"""Downloads in processes of their own, from the Hub and the web: kills, interrupts, two at once."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from replaykit.datasets import download
 from replaykit.datasets.hub_files import fetch, list_files
 from tests.support import Fault, LoopbackHub
 
@@ -19,9 +21,28 @@ REPO = "me/data"
 DATA = {f"door/seed{seed}/a.h5": os.urandom(200_000) for seed in range(3)}
 
 FETCH = """
+from replaykit.datasets import download
 from replaykit.datasets.hub_files import fetch, list_files
 fetch(list_files("me/data", directory="door", suffix=".h5"))
 """
+
+
+FETCH_URL = """
+import sys
+from replaykit.datasets.http_files import download
+[path] = download(sys.argv[1], checksums={sys.argv[1]: sys.argv[2]})
+print(path)
+"""
+
+
+def start(code: str, *args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        env={**os.environ, **(env or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 class World:
@@ -33,13 +54,7 @@ class World:
         self.env = {**hub.env(home / "hf"), "HOME": str(home / "user")}
 
     def start(self, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", FETCH],
-            env={**os.environ, **self.env, **env},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        return start(FETCH, env={**self.env, **env})
 
     def is_right(self) -> bool:
         listing = list_files(REPO, directory="door", suffix=".h5")
@@ -125,3 +140,62 @@ def test_two_processes_fetch_each_file_once(world: World) -> None:
     assert world.files_asked() == 3
     assert world.is_right()
     assert world.parts() == []
+
+
+# -- over plain HTTP -------------------------------------------------------------------------------
+
+
+FILE = os.urandom(8_000_000)
+SHA256 = hashlib.sha256(FILE).hexdigest()
+SOME = 20_000
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with LoopbackHub({"me/files": {"a.bin": FILE}}) as hub:
+        yield hub
+
+
+def address(web: LoopbackHub) -> str:
+    return f"{web.url}/datasets/me/files/resolve/main/a.bin"
+
+
+def part(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "downloads").rglob("*.part"))
+
+
+def test_waiting_process_continues_download_of_killed_process(
+    web: LoopbackHub, tmp_path: Path
+) -> None:
+    web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
+    first = start(FETCH_URL, address(web), SHA256)
+    wait_for(lambda: part(tmp_path) >= SOME, first)
+    second = start(FETCH_URL, address(web), SHA256)
+    wait_for(lambda: sum(r.method == "HEAD" for r in web.requests) == 2, first)
+    first.kill()
+    first.communicate()
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert Path(out.strip()).read_bytes() == FILE
+    ranges = [request.range for request in web.requests if request.method == "GET"]
+    assert (len(ranges), ranges[0]) == (2, None)
+    assert int(str(ranges[1]).removeprefix("bytes=").removesuffix("-")) >= SOME
+    assert not list((tmp_path / "downloads").rglob("*.part*"))
+
+
+@pytest.mark.long
+def test_interrupt_ends_download_and_keeps_received_bytes(web: LoopbackHub, tmp_path: Path) -> None:
+    web.faults.append(Fault(method="GET", bytes_per_s=50_000, times=1))
+    process = start(FETCH_URL, address(web), SHA256)
+    wait_for(lambda: part(tmp_path) >= SOME, process)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 60
+    assert (process.returncode, err.splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
+    had = part(tmp_path)
+    [path] = download(address(web), checksums={address(web): SHA256})
+    assert path.read_bytes() == FILE
+    assert web.requests[-1].range == f"bytes={had}-"

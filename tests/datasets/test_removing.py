@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,75 +85,90 @@ def check(folder: Path, left: Any, wanted: Any) -> None:
     assert not theirs
 
 
-@pytest.mark.parametrize("bad", [(0,), (3,), (6,), (1, 2), (0, 6), (0, 2, 4), (0, 1, 2, 3, 4, 5)])
-def test_bad_episodes_are_removed_and_sources_are_read_once(tmp_path, passes, bad):
-    """C10: at the cost of a scan, and of moving the rows that stay."""
-    all_of_them = trials()
-    for k in bad:
-        all_of_them[k]["actions"][1, 0] = np.nan
-    path = write(tmp_path / "all/a.h5", all_of_them)
-    left = skipping(path, tmp_path / "left", on_invalid="skip")
-    assert passes == [7]
-    check_kept(tmp_path, left, all_of_them, *(set(range(7)) - set(bad)))
-    skipped = left.published.manifest.report["skipped"]
-    assert [entry["name"] for entry in skipped] == [f"Trial{k}" for k in bad]
+Trials = dict[int, dict[str, Any]]
 
 
-def test_columns_excluded_only_by_a_bad_episode_are_restored(tmp_path, passes):
-    """Without it the schema is another one: then all is written again."""
-    all_of_them = trials()
-    del all_of_them[3]["env_infos"]["wide"]
-    all_of_them[3]["actions"][1, 0] = np.nan
-    path = write(tmp_path / "all/a.h5", all_of_them)
-    left = skipping(path, tmp_path / "left", on_invalid="skip")
-    assert passes == [7, 6]
-    check_kept(tmp_path, left, all_of_them, 0, 1, 2, 4, 5, 6)
+def spoiled(*bad: int) -> Callable[[Trials], None]:
+    def change(trials: Trials) -> None:
+        for k in bad:
+            trials[k]["actions"][1, 0] = np.nan
+
+    return change
 
 
-@pytest.mark.parametrize("choice", ["keep", "drop", "error"])
-def test_copies_of_episodes_are_kept_left_out_or_refused(tmp_path, passes, choice):
-    """V36: the first of each is the one that stays."""
-    all_of_them = trials()
-    all_of_them |= {4: all_of_them[1], 5: all_of_them[0], 6: all_of_them[1]}
-    path = write(tmp_path / "all/a.h5", all_of_them)
-    if choice == "error":
-        with pytest.raises(CorpusError, match=r"a\.h5: Trial4: .* of a\.h5: Trial1 \[V36\]"):
-            skipping(path, tmp_path / "left", copies=choice)
-        assert not (tmp_path / "left").exists()
-        return
-    left = skipping(path, tmp_path / "left", copies=choice)
-    report = left.published.manifest.report
-    assert passes == [7]
-    if choice == "keep":
-        assert [entry["episode"][1] for entry in report["duplicates"]] == [
-            "Trial4", "Trial5", "Trial6",
-        ]  # fmt: skip
-        assert len(left.episode_table["start"]) == 7
-        return
-    check_kept(tmp_path, left, all_of_them, *range(4))
-    assert [entry["name"] for entry in report["skipped"]] == ["Trial4", "Trial5", "Trial6"]
+def spoiled_and_incomplete(trials: Trials) -> None:
+    del trials[3]["env_infos"]["wide"]
+    spoiled(3)(trials)
 
 
-def test_copies_and_bad_episodes_at_once(tmp_path, passes):
+def copied(trials: Trials) -> None:
+    trials |= {4: trials[1], 5: trials[0], 6: trials[1]}
+
+
+def spoiled_and_copied(trials: Trials) -> None:
     """A bad copy is bad, whatever it is a copy of."""
+    spoiled(2)(trials)
+    trials |= {4: trials[2], 5: trials[0]}
+
+
+def copied_and_spoiled(trials: Trials) -> None:
+    """Rewards do not count for being a copy, and may be what is wrong with one of three."""
+    trials |= {7: trials[0], 8: trials[0]}
+    rewards = trials[0]["rewards"].copy()
+    rewards[1] = np.nan
+    trials[0] = {**trials[0], "rewards": rewards}
+
+
+SKIP, DROP = {"on_invalid": "skip"}, {"copies": "drop"}
+ALL = frozenset(range(7))
+
+
+@pytest.mark.parametrize(
+    ("change", "policies", "kept", "written"),
+    [
+        *[
+            (spoiled(*bad), SKIP, ALL - set(bad), [7])
+            for bad in ((0,), (3,), (6,), (1, 2), (0, 6), (0, 2, 4), (0, 1, 2, 3, 4, 5))
+        ],
+        # Without the bad episode the schema is another one: then all is written again.
+        (spoiled_and_incomplete, SKIP, ALL - {3}, [7, 6]),
+        (copied, DROP, range(4), [7]),
+        (spoiled_and_copied, SKIP | DROP, (0, 1, 3, 6), [7]),
+        (copied_and_spoiled, SKIP | DROP, range(1, 8), [9]),
+    ],
+)
+def test_episodes_are_removed_and_sources_are_read_once(
+    tmp_path, passes, change, policies, kept, written
+):
+    """C10, V36: at the cost of a scan, and of moving the rows that stay."""
     all_of_them = trials()
-    all_of_them[2]["actions"][1, 0] = np.nan
-    all_of_them |= {4: all_of_them[2], 5: all_of_them[0]}
+    change(all_of_them)
     path = write(tmp_path / "all/a.h5", all_of_them)
-    left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
-    assert passes == [7]
-    check_kept(tmp_path, left, all_of_them, 0, 1, 3, 6)
+    left = skipping(path, tmp_path / "left", **policies)
+    assert passes == written
+    skipped = left.published.manifest.report["skipped"]
+    assert {entry["name"] for entry in skipped} == {
+        f"Trial{k}" for k in all_of_them.keys() - set(kept)
+    }
+    check_kept(tmp_path, left, all_of_them, *sorted(kept))
+
+
+def test_copies_are_kept_and_named_by_default_or_refused(tmp_path):
+    all_of_them = trials()
+    copied(all_of_them)
+    path = write(tmp_path / "all/a.h5", all_of_them)
+    with pytest.raises(CorpusError, match=r"a\.h5: Trial4: .* of a\.h5: Trial1 \[V36\]"):
+        skipping(path, tmp_path / "left", copies="error")
+    assert not (tmp_path / "left").exists()
+    left = skipping(path, tmp_path / "left", copies="keep")
+    duplicates = left.published.manifest.report["duplicates"]
+    assert [entry["episode"][1] for entry in duplicates] == ["Trial4", "Trial5", "Trial6"]
+    assert len(left.episode_table["start"]) == 7
 
 
 def test_good_copies_of_a_bad_episode_are_copies_of_each_other(tmp_path):
-    """Rewards do not count for being a copy, and may be what is wrong with one of three."""
     all_of_them = trials()
-    all_of_them |= {7: all_of_them[0], 8: all_of_them[0]}
-    rewards = all_of_them[0]["rewards"].copy()
-    rewards[1] = np.nan
-    all_of_them[0] = {**all_of_them[0], "rewards": rewards}
+    copied_and_spoiled(all_of_them)
     path = write(tmp_path / "all/a.h5", all_of_them)
     with pytest.raises(CorpusError, match=r"Trial8: it has the observations .*Trial7 \[V36\]"):
         skipping(path, tmp_path / "error", on_invalid="skip", copies="error")
-    left = skipping(path, tmp_path / "left", on_invalid="skip", copies="drop")
-    check_kept(tmp_path, left, all_of_them, *range(1, 8))

@@ -120,16 +120,6 @@ def stale(path, number):
 
 
 LINES = {
-    "episodes skipped for one rule": (
-        lambda path: write(path / "a.h5", 4, spoiled(0, 2, 3)),
-        {"on_invalid": "skip"},
-        "[V20]",
-        [
-            "skipped: 3, first a.h5: data/demo_0: data/demo_0/actions, record 2: ",
-            "; also data/demo_2, data/demo_3",
-        ],
-        ("skipped", 3),
-    ),
     "datasets left out of one episode each": (
         lambda path: write(path / "a.h5", 20, lambda d, n: d.update({f"odd{n}": np.zeros(5)})),
         {},

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from replaykit import SliceSampler
 from replaykit.datasets import RobosetExperienceReplay, convert
 from replaykit.datasets import open as open_dataset
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -121,18 +120,6 @@ def test_invalid_selection_of_episodes_is_refused(tmp_path, data, arguments, mes
         open_dataset(tmp_path / "data", **arguments)
 
 
-def test_windows_of_chosen_episodes_stay_in_one(tmp_path, data):
-    sampler = SliceSampler(slice_len=2)
-    generator = torch.Generator().manual_seed(0)
-    some = open_dataset(
-        tmp_path / "data", 40, episodes=[0, 3], sampler=sampler, generator=generator
-    )
-    pairs = some.sample().view(-1, 2)
-    assert (pairs["episode"][:, 0] == pairs["episode"][:, 1]).all()
-    assert (pairs["seed"][:, 0] == pairs["seed"][:, 1]).all()
-    assert set(pairs["seed"].flatten().tolist()) == {0, 1}
-
-
 def test_class_chooses_too_flat_and_split(tmp_path, data):
     files = [tmp_path / "a.h5", tmp_path / "b.h5"]
     options = {"root": tmp_path / "root", "source": files, "episodes": [1, 3]}
@@ -143,16 +130,3 @@ def test_class_chooses_too_flat_and_split(tmp_path, data):
     assert padded[:]["mask"].sum(1).tolist() == [5, 4]
     kept = flat[:]["next", "reward"]
     assert torch.equal(padded[:]["next", "reward"][padded[:]["mask"]], kept)
-
-
-def test_data_set_of_other_user_files_is_refused(tmp_path, data):
-    """P8: another set of files, or those of the Hub, is never served silently."""
-    one, two = tmp_path / "a.h5", tmp_path / "b.h5"
-    mine = RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=one)
-    assert len(mine) == 8
-    assert len(RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=[one])) == 8
-    for options in ({"source": two}, {"download": False}):
-        with pytest.raises(RuntimeError, match="holds a data set whose source is"):
-            RobosetExperienceReplay(ID, 2, root=tmp_path / "root", **options)
-    forced = RobosetExperienceReplay(ID, 2, root=tmp_path / "root", source=two, download="force")
-    assert len(forced) == 6
