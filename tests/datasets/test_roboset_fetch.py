@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from replaykit.datasets import Policies
-from replaykit.errors import DownloadError
+from replaykit.errors import CorpusError, DownloadError
 from tests.datasets.trials import ROBOSET_ID as ID
 from tests.datasets.trials import ROBOSET_REPO as REPO
 from tests.datasets.trials import construct, served, write_file
@@ -56,6 +55,26 @@ def test_room_for_the_columns_is_looked_at_before_the_download(serve, small, roo
     assert len(construct(root)) == 17
 
 
+@pytest.mark.pitfall("DS4")
+@pytest.mark.parametrize("failure", ["server", "file"])
+def test_force_keeps_the_old_copy_until_the_new_one_is_complete(
+    serve, small, root, tmp_path, failure
+):
+    serving = serve(*small)
+    old = construct(root)
+    before, new = old[:].clone(), write_file(tmp_path / "n.h5", 8)
+    more = {} if failure == "server" else {f"{ID}/seed9/bad.h5": b"no"}
+    serving.hub.commit(REPO, served(new) | more)
+    if failure == "server":
+        wrong = bytes(reversed(new.read_bytes()))
+        serving.hub.faults.append(Fault(path="*x_trace.h5", method="GET", body=wrong))
+    with pytest.raises(DownloadError if failure == "server" else CorpusError):
+        construct(root, download="force")
+    again = construct(root, download=False)
+    assert (again[:] == before).all()
+    assert (old[:] == before).all()
+
+
 def test_forced_download_takes_current_hub_files(serve, small, root, tmp_path):
     serving = serve(*small)
     old = construct(root)
@@ -83,10 +102,28 @@ def test_cache_that_may_only_be_read_is_used_all_the_same(serve, small, root, mo
 # -- other processes, and clients without a network ---------------------------------------------
 
 
+CHILD = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from replaykit.datasets import RobosetExperienceReplay
+data = RobosetExperienceReplay({id!r}, batch_size=4, root={root!r})
+print(len(data), float(data["next", "reward"].sum()))
+"""
+
+
+def child(serving: Any, root: Path, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*python(), "-c", CHILD.format(id=ID, root=str(root))],
+        env={**os.environ, **serving.env, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 # Says when it is ready, begins when it is told, and notes every conversion, which takes a while.
 TOGETHER = """
 import sys, time
-from collections.abc import Callable
 from pathlib import Path
 from replaykit.datasets import dataset_passes
 from replaykit.datasets.engine import conversion as convert
@@ -99,10 +136,6 @@ for module, name in ((convert, "_convert"), (dataset_passes, "_split")):
     setattr(module, name, slowly)
 print("ready", flush=True)
 sys.stdin.readline()
-from replaykit.datasets import RobosetExperienceReplay
-data = RobosetExperienceReplay({id!r}, batch_size=4, root={root!r}, split_trajs={split})
-print(len(data), float(data["next", "reward"].sum()))
-print(data.storage.published.manifest.made, data.data_path.stat().st_ino)
 """
 
 
@@ -112,7 +145,10 @@ def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root,
     """One downloads and converts, the other waits and opens: both have the same files."""
     serving = serve(*small)
     log = tmp_path / "log"
-    program = TOGETHER.format(log=str(log), id=ID, root=str(root), split=split)
+    program = TOGETHER.format(log=str(log)) + CHILD.format(id=ID, root=str(root))
+    if split:
+        program = program.replace("batch_size=4", "batch_size=4, split_trajs=True")
+    program += "print(data.storage.published.manifest.made, data.data_path.stat().st_ino)"
     children = [
         subprocess.Popen(
             [*python(), "-c", program],
@@ -136,35 +172,25 @@ def test_two_processes_that_ask_at_once_share_one_conversion(serve, small, root,
     assert len(bodies) == len(small)
 
 
-@pytest.fixture
-def offline(monkeypatch) -> Callable[[Any, Path], int]:
-    """Counts the rows of a data set that is made without a request."""
-
-    def rows(serving: Any, root: Path) -> int:
-        asked = serving.requests
-        with monkeypatch.context() as patch:
-            patch.setenv("HF_HUB_OFFLINE", "1")
-            found = len(construct(root))
-        assert serving.requests == asked
-        return found
-
-    return rows
+def rows_offline(serving: Any, root: Path) -> int:
+    asked = serving.requests
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert serving.requests == asked
+    return int(output.split()[0])
 
 
 @pytest.mark.parametrize("other_root", [False, True])
-def test_offline_client_uses_its_cache_and_the_remembered_listing(
-    serve, small, root, offline, other_root
-):
+def test_offline_client_uses_its_cache_and_the_remembered_listing(serve, small, root, other_root):
     """D7: the cache is complete, wherever the rows go."""
     serving = serve(*small)
     construct(root)
     shutil.rmtree(root)
-    assert offline(serving, root.with_name("elsewhere") if other_root else root) == 17
+    assert rows_offline(serving, root.with_name("elsewhere") if other_root else root) == 17
 
 
-def test_offline_client_uses_the_last_commit_that_is_complete(
-    serve, small, root, tmp_path, offline
-):
+def test_offline_client_uses_the_last_commit_that_is_complete(serve, small, root, tmp_path):
     """A download that fails does not make the client forget what it has."""
     serving = serve(*small)
     construct(root)
@@ -175,17 +201,15 @@ def test_offline_client_uses_the_last_commit_that_is_complete(
     with pytest.raises(DownloadError):
         construct(root, download="force")
     shutil.rmtree(root)
-    assert offline(serving, root) == 17
+    assert rows_offline(serving, root) == 17
     serving.hub.faults.clear()
     assert len(construct(root, download="force")) == 14
     shutil.rmtree(root)
-    assert offline(serving, root) == 14
+    assert rows_offline(serving, root) == 14
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_offline_client_without_a_cache_or_its_listing_says_so(
-    serve, small, root, offline, is_damaged
-):
+def test_offline_client_without_a_cache_or_its_listing_says_so(serve, small, root, is_damaged):
     serving = serve(*small)
     if is_damaged:
         construct(root)
@@ -193,6 +217,9 @@ def test_offline_client_without_a_cache_or_its_listing_says_so(
         (memory,) = serving.cache.rglob("replaykit/*.json")
         memory.write_text(memory.read_text()[:-20])
     asked = serving.requests
-    with pytest.raises(FileNotFoundError, match=r"offline mode forbids every .*HF_HUB_OFFLINE"):
-        offline(serving, root)
+    process = child(serving, root, HF_HUB_OFFLINE="1")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    for said in ("FileNotFoundError", "offline mode forbids every request", "HF_HUB_OFFLINE"):
+        assert said in errors
     assert serving.requests == asked
