@@ -175,6 +175,54 @@ def test_threads_that_ask_at_once_share_one_conversion(tmp_path, source, caplog)
     assert all("waiting for it" in record.message for record in caplog.records)
 
 
+SHARE = """
+import os, sys, time, warnings
+from pathlib import Path
+from replaykit.datasets import dataset_passes
+from replaykit.datasets.engine.conversion import ensure_dataset
+from replaykit.datasets.families.robohive import ROBOHIVE
+from replaykit.datasets.sources import Sources
+warnings.simplefilter("ignore")
+source, target, log = map(Path, sys.argv[1:4])
+
+def noted(name, work):
+    def slowly(*given):
+        with log.open("a") as file:
+            file.write(name + "\\n")
+        time.sleep(0.5)
+        return work(*given)
+    return slowly
+
+sources = noted("converted", lambda: Sources.local([source]))
+dataset_passes._split = noted("split", dataset_passes._split)
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        try:
+            ensure_dataset(target, get_sources=sources, layout=ROBOHIVE)
+            rows = dataset_passes.ensure_split(target, target.with_name("split")).rows
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0 if rows == 2 else 2)
+    children.append(child)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+@pytest.mark.pitfall("DS12")
+def test_processes_that_ask_at_once_share_one_conversion_and_one_split(
+    tmp_path, source, run_python
+):
+    log = tmp_path / "log"
+    done = run_python(SHARE, source, tmp_path / "root" / "data", log)
+    assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr
+    assert log.read_text() == "converted\nsplit\n"
+    # Without a handler of the user's, logging shows the lines of those who wait.
+    assert done.stderr.count("data is being prepared by another process; waiting for it") == 3
+
+
 def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(tmp_path, source):
     """When the holder fails, the next in line converts."""
     target = tmp_path / "root" / "data"
