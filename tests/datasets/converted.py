@@ -20,19 +20,23 @@ import sys
 from pathlib import Path
 import h5py, huggingface_hub, tqdm, filelock, torch, tensordict
 from replaykit.datasets import families
+from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.sources import Sources
 def peak():
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
 small, large, work = map(Path, sys.argv[1:4])
-def convert(path):
+options = ConvertOptions(block_bytes=int(sys.argv[5]))
+def work_on(path):
+    if sys.argv[4] == "split":
+        ensure_split(path, work / f"{path.stem}_split", options=options)
+        return
     sources = Sources.local([path])
-    ensure_dataset(work / path.stem, get_sources=lambda: sources,
-                   layout=getattr(families, sys.argv[4]),
-                   options=ConvertOptions(block_bytes=int(sys.argv[5])))
-convert(small)
+    layout = getattr(families, sys.argv[4])
+    ensure_dataset(work / path.stem, get_sources=lambda: sources, layout=layout, options=options)
+work_on(small)
 before = peak()
-convert(large)
+work_on(large)
 print(peak() - before)
 """
 
@@ -43,7 +47,7 @@ def growth(small: Path, large: Path, work: Path, layout: str, block_bytes: int) 
     """Bytes by which the most memory that was in use grows from one conversion to the other.
 
     Each becomes a folder of ``work`` that has the name of its file; ``layout`` is the name of one
-    in `replaykit.datasets.families`.
+    in `replaykit.datasets.families`, or "split" for data sets that are split.
     """
     arguments = [*map(str, (small, large, work)), layout, str(block_bytes)]
     command = [*python(), "-W", "ignore", "-c", _PEAK, *arguments]

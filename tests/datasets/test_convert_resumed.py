@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from replaykit.datasets import Policies
-from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.row_writer import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -23,8 +22,6 @@ from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import siblings
 from replaykit.testing.robohive_files import make_trial
 from tests.datasets.converted import content, files_of
-from tests.datasets.mutated.corpora import CORPORA
-from tests.datasets.mutated.running import check
 from tests.datasets.trials import (
     convert,
     names,
@@ -102,15 +99,15 @@ def whole(tmp_path, files) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("until", [["1.h5"], ["4.h5"], ["1.h5", "2.h5", "3.h5", "4.h5"]])
 def test_resumed_conversion_writes_only_unfinished_files(target, files, written, whole, until):
-    names, before = [path.name for path in files], 0
+    wanted, before = [path.name for path in files], 0
     for name in until:
-        stop = names.index(name)
-        assert written(lambda: quietly(target, *files), name) == names[before:stop]
+        stop = wanted.index(name)
+        assert written(lambda: quietly(target, *files), name) == wanted[before:stop]
         assert not target.exists()
         before = stop
-    assert written(lambda: quietly(target, *files)) == names[before:]
+    assert written(lambda: quietly(target, *files)) == wanted[before:]
     assert content(target) == whole
-    assert sorted(p.name for p in target.parent.iterdir()) == [".data.lock", "data"]
+    assert names(target.parent) == [".data.lock", "data"]
 
 
 def _stop(*_: Any, **__: Any) -> None:
@@ -121,11 +118,11 @@ def test_interrupted_in_the_first_or_only_file_nothing_is_kept(
     target, files, source, written, monkeypatch
 ):
     written(lambda: quietly(target, *files), until="0.h5")
-    assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+    assert names(target.parent) == [".data.lock"]
     monkeypatch.setattr("replaykit.datasets.engine.conversion.make_report", _stop)
     with pytest.raises(Stop):
         quietly(target, source)
-    assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+    assert names(target.parent) == [".data.lock"]
 
 
 def test_interrupted_after_the_last_row_no_row_is_written_again(
@@ -165,12 +162,12 @@ def test_changed_conversion_restarts_and_removes_unfinished_files(
     if change is not None:
         change(files)
     options = {"layout": ROBOHIVE, **options}
-    names = [path.name for path in files]
+    wanted = [path.name for path in files]
 
     def convert() -> None:
         ensure_dataset(target, get_sources=lambda: Sources.local(files), **options)
 
-    assert written(convert) == names
+    assert written(convert) == wanted
     assert not unfinished.exists()
     stored = {name for name, *_ in open_published(target).manifest.files()}
     assert {name for name in files_of(target) if not name.endswith(".json")} == stored
@@ -246,7 +243,7 @@ def test_failed_conversion_removes_unfinished_files(tmp_path, target, files, unf
     bad = write(tmp_path / "z.h5", with_nan_action(make_trial(6)))
     with pytest.raises(CorpusError, match="V20"):
         quietly(target, *files, bad)
-    assert [p.name for p in target.parent.iterdir()] == [".data.lock"]
+    assert names(target.parent) == [".data.lock"]
 
 
 def test_files_that_cannot_be_fetched_now_change_nothing(target, files, written, unfinished):
@@ -378,23 +375,3 @@ def test_conversion_killed_at_any_step_gives_the_same_data_set(tmp_path, target,
     died, kept = map(int, done.stdout.split())
     assert died >= 8
     assert kept >= 3
-
-
-@pytest.mark.parametrize("family", ["d4rl-v2", "d4rl-v0", "vd4rl"])
-def test_flat_arrays_in_parts_give_the_same_data_set(tmp_path, target, monkeypatch, family):
-    """Cut after every episode; where one begins is compared with where the one before arrived."""
-    (tmp_path / "files").mkdir()
-    path = CORPORA[family].write(tmp_path / "files")
-
-    def convert(folder: Path) -> None:
-        ensure_dataset(
-            folder, get_sources=lambda: local_sources([path]), layout=CORPORA[family].layout
-        )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        convert(tmp_path / "whole")
-        monkeypatch.setattr("replaykit.datasets.engine.row_batches._PART_BYTES", 1)
-        convert(target)
-        check(CORPORA[family], path, open_published(target))
-    assert content(target, in_blocks=True) == content(tmp_path / "whole", in_blocks=True)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,36 +170,38 @@ def test_unverified_download_is_never_opened(
     assert len(column_gets(hub)) < len(list(pushed.rglob("*.memmap")))
 
 
-def damage(name: str, pushed: Path) -> tuple[dict[str, bytes | None], str]:
-    manifest = json.loads((pushed / "manifest.json").read_text())
-    column = (pushed / "action.memmap").read_bytes()
-    flipped = bytes([column[0] ^ 1]) + column[1:]
-    manifest_of = {
-        "version": {**manifest, "format_version": 99},
-        "outside": {**manifest, "group_file": {**manifest["group_file"], "file": "../x"}},
-    }
-    if name in manifest_of:
-        said = {"version": f"has format version 99.*'{FORMAT_TAG}'", "outside": "is damaged"}
-        return {"manifest.json": json.dumps(manifest_of[name]).encode()}, said[name]
-    return {
-        "column": ({"action.memmap": flipped}, "another action.memmap than its manifest"),
-        "length": ({"action.memmap": column[:-1]}, "action.memmap with 95 bytes, expected 96"),
-        "missing": ({"action.memmap": None}, "no action.memmap"),
-        "no meta": ({"meta.json": None}, "no meta.json"),
-        "no manifest": ({"manifest.json": None}, "expected a data set"),
-        "not json": ({"manifest.json": b"<html>"}, "is not JSON"),
-    }[name]
+def altered(pushed: Path, **entries: Any) -> bytes:
+    return json.dumps({**json.loads((pushed / "manifest.json").read_text()), **entries}).encode()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["column", "length", "missing", "no meta", "no manifest", "not json", "version", "outside"],
-)
+def flipped(pushed: Path) -> bytes:
+    data = (pushed / "action.memmap").read_bytes()
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+OUTSIDE = {"file": "../x", "nbytes": 0, "crc32": "00000000"}
+# What is said of a repository in which a file is another one, or none.
+DAMAGE: dict[str, tuple[str, Callable[[Path], bytes] | bytes | None]] = {
+    "another action.memmap than its manifest": ("action.memmap", flipped),
+    "action.memmap with 95 bytes, expected 96": ("action.memmap", bytes(95)),
+    "no action.memmap": ("action.memmap", None),
+    "no meta.json": ("meta.json", None),
+    "expected a data set": ("manifest.json", None),
+    "is not JSON": ("manifest.json", b"<html>"),
+    f"has format version 99.*'{FORMAT_TAG}'": (
+        "manifest.json",
+        lambda pushed: altered(pushed, format_version=99),
+    ),
+    "is damaged": ("manifest.json", lambda pushed: altered(pushed, group_file=OUTSIDE)),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
 def test_a_repository_that_was_damaged_is_refused(
-    hub: Any, tmp_path: Path, pushed: Path, name: str
+    hub: Any, tmp_path: Path, pushed: Path, said: str
 ) -> None:
-    changes, said = damage(name, pushed)
-    hub.commit(STEPS, changes)
+    name, content = DAMAGE[said]
+    hub.commit(STEPS, {name: content(pushed) if callable(content) else content})
     with pytest.raises((DownloadError, FileNotFoundError), match=said):
         pull(STEPS, root=tmp_path / "pulled")
     folder = tmp_path / "pulled" / "me" / "steps"

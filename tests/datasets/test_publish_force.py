@@ -109,42 +109,32 @@ def test_second_rename_that_fails_is_taken_back(target, source, monkeypatch):
     assert names(target.parent) == [".data.lock", "data"]
 
 
-def _others(kind: str, target: Path, tmp_path: Path) -> Path:
-    """Puts something there that no data set has; returns where."""
-    if kind == "file":
-        target.write_text("mine")
-        return target
-    target.mkdir(exist_ok=True)
-    if kind == "deep":
-        (target / "next/notes").mkdir(parents=True)
-    other = {
-        "beside": target / "precious.txt",
-        "deep": target / "next/notes/a.md",
-        "hidden": target / ".git",
-        "link": target / "observation.memmap",
-        "link to a directory": target / "next",
-        "checkpoint": target / "data-0123456789ab-00000.bin",
-    }[kind]
-    if kind.startswith("link"):
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        (elsewhere / "mine.memmap").write_text("mine")
-        other.symlink_to(elsewhere, target_is_directory=kind != "link")
-        return elsewhere / "mine.memmap"
-    other.write_text("mine")
-    return other
-
-
 @pytest.mark.parametrize(
-    "kind",
-    ["file", "beside", "deep", "hidden", "link", "link to a directory", "checkpoint"],
+    ("kind", "place"),
+    [
+        ("file", ""),
+        ("file", "precious.txt"),
+        ("file", "next/notes/a.md"),
+        ("file", "data-0123456789ab-00000.bin"),
+        ("link", "observation.memmap"),
+        ("link", "next"),
+    ],
 )
-def test_foreign_files_are_never_replaced(kind, tmp_path, source):
+def test_foreign_files_are_never_replaced(tmp_path, source, kind, place):
     """D10: force replaces data sets, whole or damaged, and nothing of the user's."""
     target = tmp_path / "data"
-    other = _others(kind, target, tmp_path)
+    other = target / place
+    other.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "file":
+        other.write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        mine = tmp_path / "elsewhere/mine.memmap"
+        mine.write_text("mine")
+        other.symlink_to(mine.parent)
+        other = mine
     before = names(tmp_path)
-    named = r"data is not a directory" if kind == "file" else r"data holds .* no part of a data set"
+    named = r"data holds .* no part of a data set" if place else r"data is not a directory"
     with pytest.raises(RuntimeError, match=named):
         convert(target, source, force=True)
     assert other.read_text() == "mine"

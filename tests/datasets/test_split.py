@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from replaykit.datasets.dataset_passes import ensure_split
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.publishing import Published, open_published, verify_published
 from replaykit.testing.robohive_files import make_trial
-from tests.datasets.converted import needs_proc
+from tests.datasets.converted import growth, needs_proc
 from tests.datasets.trials import convert, names, write
-from tests.prepared import python
 
 
 def flat(path: Path, *lengths: int, seed: int = 0, **options: Any) -> Published:
@@ -163,27 +161,11 @@ def test_flat_form_that_is_replaced_meanwhile_is_split_as_it_is_then(tmp_path, m
     assert_same_transitions(split, open_published(tmp_path / "data"))
 
 
-PEAK = """
-import sys
-from replaykit.datasets.engine.conversion import ConvertOptions
-from replaykit.datasets.dataset_passes import ensure_split
-def peak():
-    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM"))
-small, large = sys.argv[1:3]
-options = ConvertOptions(block_bytes=1 << 20)
-ensure_split(small, small + "_split", options=options)
-before = peak()
-ensure_split(large, large + "_split", options=options)
-print(peak() - before)
-"""
-
-
-def growth(tmp_path: Path) -> int:
-    """KiB that the split of ``large.h5`` takes beyond that of a small file."""
+def growth_of_splits(tmp_path: Path) -> int:
+    """Bytes that the split of ``large.h5`` takes beyond that of a small file."""
     flat(tmp_path / "small", 3)
     convert(tmp_path / "large", tmp_path / "large.h5")
-    command = [*python(), "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return growth(tmp_path / "small", tmp_path / "large", tmp_path, "split", 1 << 20)
 
 
 @needs_proc
@@ -197,7 +179,7 @@ def test_peak_memory_does_not_grow_with_the_length_of_an_episode(tmp_path):
             for name in ("rewards", "time"):
                 file[f"Trial{k}/{name}"] = np.arange(records, dtype=np.float32)
             file[f"Trial{k}/done"] = np.zeros(records, np.bool_)
-    assert growth(tmp_path) < 6 * 1024
+    assert growth_of_splits(tmp_path) < 6 << 20
     split = open_published(tmp_path / "large_split")
     assert split.columns["mask",].sum(1).tolist() == [rows, 10]
     assert split.columns["traj_ids",].sum(1).tolist() == [0, 10]
@@ -211,7 +193,7 @@ def test_peak_memory_does_not_grow_with_the_data(tmp_path):
     for k, trial in enumerate(trials):
         trial["env_infos"] = {"image": np.full((len(trial["time"]), 200_000), k, np.uint8)}
     write(tmp_path / "large.h5", *trials)
-    assert growth(tmp_path) < 8 * 1024
+    assert growth_of_splits(tmp_path) < 8 << 20
     images = open_published(tmp_path / "large_split").columns["info", "image"]
     assert images.shape == (3, 120, 200_000)
     assert images[:, 1, 5].tolist() == [0, 1, 2]
