@@ -1,4 +1,4 @@
-"""What conversion leaves out, skips, finds odd or refuses: the columns, the warnings, the report."""
+"""What conversion leaves out, skips, finds odd or refuses: columns, warnings, errors, reports."""
 
 from __future__ import annotations
 
