@@ -17,9 +17,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from replaykit import filesystem
 from replaykit.datasets import column_files, publishing
 from replaykit.datasets.column_files import ColumnSpec, create_columns
 from replaykit.datasets.dataset_manifest import joined_crc32
+from replaykit.datasets.engine import row_batches
+from replaykit.datasets.engine.conversion import ConvertOptions
+from replaykit.datasets.publishing import verify_published
+from replaykit.filesystem import EarlySync
 from tests.datasets.converted import files_of
 from tests.datasets.trials import convert, write_file
 
@@ -89,6 +94,40 @@ LONG = np.random.default_rng(0).bytes((5 << 20) + 12345)
 def test_checksum_of_two_parts(first, second):
     found = joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second))
     assert found == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 5000, 1 << 20])
+def test_columns_of_one_leaf_have_the_right_checksums(tmp_path, monkeypatch, block_bytes):
+    """All of their bytes, whatever the blocks: as a reading of the files finds them."""
+    monkeypatch.setattr(row_batches, "_TOGETHER_BYTES", 0)  # each trial by itself
+    path = write_file(tmp_path / "a.h5", 40, 2, 3, 17)
+    convert(tmp_path / "data", path, options=ConvertOptions(block_bytes=block_bytes))
+    verify_published(tmp_path / "data")
+
+
+def test_long_files_are_synced_while_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 100)
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(fd), real(fd)))
+    (tmp_path / "x").write_bytes(bytes(150))
+    with EarlySync() as early:
+        early.wrote(tmp_path / "x", 60)
+        assert synced == []
+        early.wrote(tmp_path / "x", 60)
+    assert len(synced) == 1
+
+
+def test_busy_disk_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem, "_EARLY_BYTES", 1)
+    release, begun = threading.Event(), []
+    monkeypatch.setattr("os.fsync", lambda fd: (begun.append(fd), release.wait(20)))
+    (tmp_path / "x").touch()
+    with EarlySync() as early:
+        for _ in range(100):
+            early.wrote(tmp_path / "x", 10)
+        release.set()
+    assert 1 <= len(begun) <= 2
 
 
 def test_failed_early_sync_is_an_error_of_the_conversion(tmp_path, monkeypatch):
