@@ -271,75 +271,60 @@ def test_forked_process_continues_with_the_prefetched_draws(reader: str) -> None
     ahead.shutdown()
 
 
-@pytest.mark.parametrize("reader", ["caller", "core"])
-def test_batches_that_are_dropped_take_their_memory_with_them(reader: str) -> None:
-    for _ in range(5):
-        rb = made(reader, prefetch=3)
-        rb.sample()
-        queue, storage = weakref.ref(rb), weakref.ref(rb.storage)
-        del rb
-        gc.collect()
-        assert queue() is None
-        assert storage() is None
+@pytest.mark.pitfall("TH9")
+def test_threads_and_memory_of_batches_end_with_the_buffer(mode: str) -> None:
+    before = prefetch_threads()
+    rb = made(mode, prefetch=3)
+    rb.sample()
+    own = prefetch_threads() - before
+    assert bool(own) is (mode == "threads")
+    gone = [weakref.ref(rb), weakref.ref(rb.storage)]
+    del rb
+    gc.collect()
+    assert eventually(lambda: all(ref() is None for ref in gone))
+    assert eventually(lambda: not any(thread.is_alive() for thread in own))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("row", "options"),
     [
-        {"collate_fn": lambda rows: rows},
-        {"transform": lambda rows: rows},
-        {"sample_unit": Sequence(length=2)},
+        (2, {"collate_fn": lambda rows: rows}),
+        (2, {"transform": lambda rows: rows}),
+        (2, {"sample_unit": Sequence(length=2)}),
+        (40_000, {"storage": LazyMemmapStorage}),
+        (40_000, {"gathered by torch": True}),
     ],
 )
-def test_slow_batches_are_left_to_threads(options: dict[str, Any]) -> None:
-    rb = made("caller", RandomSampler, **options)
-    assert not reads_now(rb)
-    rb.sample()
-    rb.shutdown()
-
-
-@pytest.mark.parametrize("kind", ["mapped", "torch"])
-def test_large_batches_are_left_to_threads(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_slow_and_large_batches_are_left_to_threads(
+    row: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mapped = kind == "mapped"
-    if not mapped:
+    options = {"storage": LazyTensorStorage, **options}
+    if options.pop("gathered by torch", False):
         monkeypatch.setattr(NativeRows, "over", classmethod(lambda cls, columns: None))
-    storage = LazyMemmapStorage(4, scratch_dir=tmp_path) if mapped else LazyTensorStorage(4)
-    rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1)
-    rb.extend(torch.zeros(4, 40_000))
+    storage = options.pop("storage")(4)
+    rb = ReplayBuffer(storage=storage, batch_size=3, prefetch=1, **options)
+    rb.extend(TensorDict({"x": torch.zeros(4, row), "next": {"done": torch.zeros(4, 1) > 0}}, [4]))
     assert not reads_now(rb)
-    assert rb.sample().shape == (3, 40_000)
+    assert rb.sample()["x"].shape[-1] == row
     rb.shutdown()
 
 
 @pytest.mark.pitfall("RD2")
 @pytest.mark.parametrize("prefetch", [1, 4, 8])
-def test_draws_never_reach_past_the_end_of_a_pass(prefetch: int):
-    """RD2: 10 rows in batches of 4 are three draws, however deep the queue is."""
-    for _ in range(10):
-        sampler = CountingSampler()
-        buffer = buffer_of(filled=10, sampler=sampler, batch_size=4, prefetch=prefetch)
-        for delivered in (1, 2):
-            buffer.sample()
-            assert eventually(lambda s=sampler, d=delivered: s.draws == min(3, d + prefetch))
-            time.sleep(0.005)
-            assert sampler.draws <= 3
-        assert len(buffer.sample()) == 2
-        assert eventually(lambda s=sampler: s.draws == 3 + min(3, prefetch))
-        buffer.shutdown()
-
-
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_the_queue_is_filled_up_and_no_further(prefetch: int):
+def test_draws_fill_the_queue_but_never_reach_past_the_end_of_a_pass(prefetch: int):
+    """10 rows in batches of 4 are three draws, however deep the queue is."""
     sampler = CountingSampler()
-    buffer = buffer_of(max_size=90, filled=90, sampler=sampler, batch_size=1, prefetch=prefetch)
-    for number in range(1, 10):
-        buffer.sample()
-        assert eventually(lambda n=number: sampler.draws == n + prefetch)
-        time.sleep(0.005)
-        assert sampler.draws == number + prefetch
-        assert buffer.stats()["prefetch_queue_size"] == prefetch
+    buffer = buffer_of(filled=10, sampler=sampler, batch_size=4, prefetch=prefetch)
+    for pass_ in range(3):
+        for delivered in (1, 2, 3):
+            assert len(buffer.sample()) == (4, 4, 2)[delivered - 1]
+            ahead = min(prefetch, 3 - delivered or 3)
+            assert eventually(lambda n=3 * pass_ + delivered + ahead: sampler.draws == n)
+            time.sleep(0.005)
+            assert sampler.draws == 3 * pass_ + delivered + ahead
+            assert buffer.stats()["prefetch_queue_size"] == ahead
+    buffer.shutdown()
+    assert buffer.stats()["prefetch_queue_size"] == 0
 
 
 # -- changes while batches are prepared -----------------------------------------------------------
@@ -403,28 +388,24 @@ def test_draws_are_dropped_with_their_rows():
 # -- the core's own arguments ---------------------------------------------------------------------
 
 
-def _begun(reads: Any, at: list[int], to: torch.Tensor, kept: Any = None, **other: Any) -> Any:
-    column = other.pop("column", COLUMN)
-    table = native.Table([column.data_ptr()], [8], [8], len(column))
-    index = torch.tensor(at, dtype=torch.int64)
-    addresses = [to.data_ptr()] * other.pop("sides", 1)
-    limit = other.pop("limit", len(column))
-    return reads.begin(
-        table, index.data_ptr(), len(index), limit, addresses, [8] * len(addresses), 1, kept
-    )
+def _begun(
+    at: list[int], to: torch.Tensor, kept: Any = None, limit: int = 10, sides: int = 1
+) -> tuple[Any, Any]:
+    """Begin to gather elements of `COLUMN`; return all reads and this one."""
+    reads, index = native.core.Reads(), torch.tensor(at, dtype=torch.int64)
+    table = native.Table([COLUMN.data_ptr()], [8], [8], len(COLUMN))
+    addresses, strides = [to.data_ptr()] * sides, [8] * sides
+    begun = reads.begin(table, index.data_ptr(), len(at), limit, addresses, strides, 1, kept)
+    return reads, begun
 
 
 COLUMN = torch.arange(10)
 
 
-class Kept:
-    """Something that can be watched."""
-
-
 def test_wait_ends_a_gather_and_releases_its_memory() -> None:
-    reads, to, kept = native.core.Reads(), torch.zeros(4, dtype=torch.int64), Kept()
+    to, kept = torch.zeros(4, dtype=torch.int64), lambda: None
     watched = weakref.ref(kept)
-    begun = _begun(reads, [9, 0, 3, 3], to, kept)
+    reads, begun = _begun([9, 0, 3, 3], to, kept)
     del kept
     assert watched() is not None
     reads.wait()
@@ -433,7 +414,7 @@ def test_wait_ends_a_gather_and_releases_its_memory() -> None:
     assert begun.over
     assert watched() is None
     assert to.tolist() == [9, 0, 3, 3]
-    empty = _begun(reads, [], to)
+    reads, empty = _begun([], to)
     assert empty.over
     empty.wait()
     reads.wait()
@@ -452,7 +433,6 @@ def test_wait_ends_a_gather_and_releases_its_memory() -> None:
 def test_invalid_gathers_are_refused_before_they_begin(
     at: list[int], options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    reads, to = native.core.Reads(), torch.full((4,), -1)
-    refuses(error, said, _begun, reads, at, to, **options)
-    reads.wait()
+    to = torch.full((4,), -1)
+    refuses(error, said, _begun, at, to, **options)
     assert to.tolist() == [-1] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ from tensordict import TensorDict
 
 from replaykit import (
     Coverage,
+    HindsightGoal,
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
+    Sequence,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StepCount,
+    TrajectoryTransform,
 )
-from tests.buffer.building import Turning
+from tests.buffer.building import Turning, same
+from tests.support.refusals import refuses
 
 ROWS = 30
 SAMPLERS: dict[str, Any] = {
@@ -40,17 +46,31 @@ def rows(start: int, count: int) -> TensorDict:
     return TensorDict({"id": number, "episode": number // 5}, [count])
 
 
-def make(sampler: Any, prefetch: int | None, seed: int = 0, filled: int = ROWS) -> ReplayBuffer:
+def make(
+    sampler: Any, prefetch: int | None, seed: int = 0, filled: int = ROWS, **options: Any
+) -> ReplayBuffer:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(ROWS),
         sampler=sampler(),
         batch_size=4,
         prefetch=prefetch,
         generator=torch.Generator().manual_seed(seed),
+        **options,
     )
     if filled:
         rb.extend(rows(0, filled))
     return rb
+
+
+class Fails:
+    """A transform that raises an error while it is on."""
+
+    on = False
+
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        if self.on:
+            raise ArithmeticError("on request")
+        return batch
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -89,14 +109,7 @@ def test_saved_state_is_that_of_a_buffer_without_prefetch(
                 buffer.extend(more)
             elif turn % 3 == 2 and buffer.sampler.prioritized:
                 buffer.update_priority(torch.arange(4), torch.arange(4.0) + turn)
-    ahead.shutdown()
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_state_after_a_shutdown_is_that_of_a_buffer_without_prefetch(kind: str) -> None:
-    ahead, plain = make(SAMPLERS[kind], 3), make(SAMPLERS[kind], None)
-    for _ in range(3):
-        assert ahead.sample()["id"].equal(plain.sample()["id"])
+    assert ahead.sample()["id"].equal(plain.sample()["id"])
     ahead.shutdown()
     for name in ("_sampler", "_rng"):
         assert equal(ahead.state_dict()[name], plain.state_dict()[name])
@@ -104,21 +117,15 @@ def test_state_after_a_shutdown_is_that_of_a_buffer_without_prefetch(kind: str) 
 
 @pytest.mark.parametrize("kind", ["pass", "slice pass", "sequential"])
 def test_writes_end_a_loaded_pass_whose_first_batch_failed(kind: str) -> None:
-    ahead, plain, failing = make(SAMPLERS[kind], 3), make(SAMPLERS[kind], None), [True]
-
-    def fails(batch: TensorDict) -> TensorDict:
-        if failing[0]:
-            raise ArithmeticError("on request")
-        return batch
-
+    fails = Fails()
+    ahead, plain = make(SAMPLERS[kind], 3, transform=fails), make(SAMPLERS[kind], None)
     plain.sample()
     state = plain.state_dict()
     for buffer in (ahead, plain):
         buffer.load_state_dict(state)
-    ahead.append_transform(fails)
-    with pytest.raises(ArithmeticError):
-        ahead.sample()
-    failing[0] = False
+    fails.on = True
+    refuses(ArithmeticError, "on request", ahead.sample)
+    fails.on = False
     for buffer in (ahead, plain):
         buffer.extend(rows(ROWS, 5))
     assert equal(ahead.state_dict()["_sampler"], plain.state_dict()["_sampler"])
@@ -185,31 +192,23 @@ def test_undelivered_end_of_a_pass_comes_first_in_the_next_pass(kind: str, batch
     rb.shutdown()
 
 
-def test_failed_batches_return_to_the_pass_at_a_save() -> None:
-    for prefetch in (None, 2):
-        rb, failing = make(SamplerWithoutReplacement, prefetch), [False]
-
-        def fails(batch: TensorDict, failing: list[bool] = failing) -> TensorDict:
-            if failing[0]:
-                raise ArithmeticError("on request")
-            return batch
-
-        rb.append_transform(fails)
-        seen = [rb.sample()["id"]]
-        failing[0] = True
-        while failing[0]:  # up to two batches are finished already
-            try:
-                batch = rb.sample()
-            except ArithmeticError:
-                failing[0] = False
-            else:
-                seen.append(batch["id"])
-        other = make(SamplerWithoutReplacement, None, 1)
-        other.load_state_dict(rb.state_dict())
-        for buffer in (rb, other):
-            rest = [batch["id"] for batch in buffer]
-            assert sorted(torch.cat([*seen, *rest]).tolist()) == list(range(ROWS))
-        rb.shutdown()
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_failed_batches_return_to_the_pass_at_a_save(prefetch: int | None) -> None:
+    fails = Fails()
+    rb = make(SamplerWithoutReplacement, prefetch, transform=fails)
+    seen = [rb.sample()["id"]]
+    fails.on = True
+    while fails.on:  # up to two batches are finished already
+        try:
+            seen.append(rb.sample()["id"])
+        except ArithmeticError:
+            fails.on = False
+    other = make(SamplerWithoutReplacement, None, 1)
+    other.load_state_dict(rb.state_dict())
+    for buffer in (rb, other):
+        rest = [batch["id"] for batch in buffer]
+        assert sorted(torch.cat([*seen, *rest]).tolist()) == list(range(ROWS))
+    rb.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["pass", "slice pass", "sequential"])
@@ -331,28 +330,111 @@ def test_draws_of_members_return_to_their_passes() -> None:
 
 
 @pytest.mark.parametrize("size", [None, 6])
-def test_failed_draws_of_episodes_are_undone_by_a_save(size: int | None) -> None:
+@pytest.mark.parametrize("options", [{"measure": Coverage(1.0)}, {"draw": "round_robin"}])
+def test_failed_draws_of_episodes_are_undone_by_a_save(
+    options: dict[str, Any], size: int | None
+) -> None:
     """A Coverage does not count them, and round robin slices begin with their first episode."""
-    for sampler in (Coverage(1.0), "round_robin"):
-        options = {"draw": sampler} if sampler == "round_robin" else {"measure": sampler}
-        rb = make(lambda options=options: SliceSampler(slice_len=2, **options), None)
-        failing = [True]
-
-        def fails(batch: TensorDict, failing: list[bool] = failing) -> TensorDict:
-            if failing[0]:
-                raise ArithmeticError("on request")
-            return batch
-
-        rb.append_transform(fails)
-        with pytest.raises(ArithmeticError):
-            rb.sample()
-        failing[0] = False
-        if size is not None:
-            rb.sample(size)
-        rb.state_dict()
+    fails = Fails()
+    rb = make(lambda: SliceSampler(slice_len=2, **options), None, transform=fails)
+    fails.on = True
+    refuses(ArithmeticError, "on request", rb.sample)
+    fails.on = False
+    if size is not None:
+        rb.sample(size)
+    rb.state_dict()
+    if "draw" in options:
+        assert rb.sample()["episode"].tolist() == [0, 0, 1, 1]
+    else:
         with rb.storage.lock:
-            draws = rb.storage.indexes.data().draws
-        if sampler == "round_robin":
-            assert rb.sample()["episode"].tolist() == [0, 0, 1, 1]
-        else:
-            assert draws.sum() == (size or 0) // 2
+            assert rb.storage.indexes.data().draws.sum() == (size or 0) // 2
+
+
+# -- batches drawn ahead, and transforms and writes after them ------------------------------------
+
+
+def episodes(count: int, start: int = 0) -> TensorDict:
+    """Episodes of ten rows that reach their number as a goal."""
+    number = torch.arange(start, start + count)
+    goal = number.float()[:, None]
+    after = {"achieved": goal + 1, "goal": goal * 0, "reward": goal}
+    after["done"] = (number % 10 == 9)[:, None]
+    return TensorDict({"id": number, "goal": goal * 0, "next": after}, [count])
+
+
+def drawn_ahead(sampler: Any, **options: Any) -> ReplayBuffer:
+    """Make a buffer of a hundred rows, with three batches that are drawn and not delivered."""
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100),
+        sampler=sampler(),
+        batch_size=24,
+        prefetch=3,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
+    rb.extend(episodes(100))
+    rb.sample()
+    assert rb.stats()["prefetch_queue_size"] == 3
+    return rb
+
+
+@pytest.mark.parametrize(
+    ("sampler", "transform"),
+    [
+        (RandomSampler, HindsightGoal(0.5, achieved="achieved", goal="goal")),
+        (lambda: SliceSampler(slice_len=4), TrajectoryTransform(lambda episode: episode)),
+        (lambda: SliceSampler(slice_len=12, strict_length=False), None),
+        (lambda: SliceSampler(slice_len=4, span=True), None),
+    ],
+    ids=["goals", "edited", "short", "span"],
+)
+def test_a_save_with_prefetched_batches_gives_the_same_batches(
+    sampler: Any, transform: Any, tmp_path: Path
+) -> None:
+    """Also where transforms draw too, and where batches have fewer rows than were asked for."""
+    buffer, other = (drawn_ahead(sampler, transform=transform) for _ in range(2))
+    other.sample()
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    for _ in range(6):
+        same(buffer.sample(), other.sample())
+
+
+def loaded(buffer: ReplayBuffer) -> ReplayBuffer:
+    other = drawn_ahead(lambda: SliceSampler(slice_len=8))
+    other.load_state_dict(buffer.state_dict())
+    return other
+
+
+def transformed(buffer: ReplayBuffer) -> ReplayBuffer:
+    return buffer.append_transform(StepCount())
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"sampler": lambda: SliceSampler(slice_len=8)}, loaded),
+        ({"sampler": lambda: SliceSampler(slice_len=8)}, transformed),
+        ({"sampler": RandomSampler, "sample_unit": Sequence(length=8)}, transformed),
+    ],
+    ids=["loaded slices", "slices", "sequences"],
+)
+def test_windows_drawn_ahead_do_not_cross_the_seam_of_a_later_write(
+    options: dict[str, Any], change: Callable[[ReplayBuffer], ReplayBuffer]
+) -> None:
+    for start in range(5, 100, 10):
+        buffer = change(drawn_ahead(**options))
+        buffer.extend(episodes(start, 100))
+        for _ in range(3):
+            windows = buffer.sample().reshape(-1, 8)
+            follows = windows["id"].diff(dim=1) == 1
+            if "sample_unit" in options:
+                follows |= ~windows["validity_mask"][:, 1:]
+            assert follows.all()
+
+
+def test_sequential_pass_continues_after_returned_windows() -> None:
+    buffer = drawn_ahead(lambda: SliceSampler(slice_len=4, draw="sequential"))
+    buffer.append_transform(StepCount())
+    buffer.extend(episodes(10, 100))  # over windows that were delivered, and one that was not
+    assert buffer.sample()["id"][::4].tolist() == [30, 34, 40, 44, 50, 54]
