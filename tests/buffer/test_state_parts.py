@@ -24,7 +24,7 @@ from replaykit import (
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
 )
-from tests.buffer.building import Turning, buffer_of, rows, unchanged
+from tests.buffer.building import Turning, buffer_of, rows, same, unchanged
 from tests.support.refusals import refuses
 
 
@@ -201,46 +201,64 @@ SAMPLERS: dict[str, Any] = {
 def test_load_into_another_sampler_kind_resets_it_and_warns(
     saved: str, own: str, capacity: int, kind: Any, tmp_path: Path
 ) -> None:
-    """Also with another kind of storage, of another capacity."""
+    """Also with another kind of storage, of another capacity, and opened in place."""
 
     def made(sampler: str, size: int, storage: Any = LazyTensorStorage) -> ReplayBuffer:
-        return ReplayBuffer(storage=storage(size), sampler=SAMPLERS[sampler](), batch_size=4)
+        generator = torch.Generator().manual_seed(1)
+        return ReplayBuffer(
+            storage=storage(size), sampler=SAMPLERS[sampler](), batch_size=4, generator=generator
+        )
 
     def steps(first: int, count: int) -> TensorDict:
         number = torch.arange(first, first + count)
         return TensorDict({"x": number, "next": {"done": number % 5 == 4}}, [count])
 
-    source, buffer = made(saved, 20), made(own, capacity, kind)
+    source = made(saved, 20)
     source.extend(steps(0, 27))
     if saved in PRIORITIZED:
         source.update_priority(torch.arange(20), torch.arange(20.0) + 1)
     source.sample()
     source.dumps(tmp_path)
-    buffer.extend(steps(500, 7))
-    buffer.sample()
     how = "starts over"
     if own in PRIORITIZED:
         how = "keeps the priorities" if saved in PRIORITIZED else "gives each row priority 1"
-    with pytest.warns(UserWarning, match=f"sampler is left out: this buffer has .*{how}"):
-        buffer.loads(tmp_path)
-    stored = buffer.storage[:]["x"].tolist()
-    assert sorted(stored) == list(range(27 - min(capacity, 20), 27))
-    if own in PRIORITIZED:
-        priorities = dict.fromkeys(range(27), 1.0)
-        if saved in PRIORITIZED:
-            slots = source.storage[:]["x"].tolist()
-            priorities = {x: 1.0 + slot for slot, x in enumerate(slots)}
-        sampler: Any = buffer.sampler
-        assert sampler.alpha == SAMPLERS[own]().alpha
-        found = sampler.state_dict()["_priorities"].tolist()
-        assert found == [priorities[x] for x in stored]
-    if own == "without":
-        drawn = [buffer.sample(2)["x"] for _ in range(len(buffer) // 2)]
-        assert sorted(torch.cat(drawn).tolist()) == sorted(stored)
-    if own == "consuming":
-        drawn = []
-        while len(buffer):
-            drawn.append(buffer.sample(2)["x"])
-        assert sorted(torch.cat(drawn).tolist()) == sorted(stored * 2)
-    buffer.extend(steps(900, 5))
-    assert len(buffer.sample()) == 4
+    copied, moved, mapped = made(own, 20), made(own, capacity, kind), made(own, 20)
+    moved.extend(steps(500, 7))
+    moved.sample()
+    for buffer in (copied, moved, mapped):
+        match = f"sampler is left out: this buffer has .*{how}"
+        with pytest.warns(UserWarning, match=match) as caught:
+            buffer.loads(tmp_path, mmap=buffer is mapped)
+        assert {warning.filename for warning in caught} == {__file__}
+    for _ in range(3):
+        same(copied.sample(), mapped.sample())
+    for buffer in (moved, mapped):
+        stored = buffer.storage[:]["x"].tolist()
+        assert sorted(stored) == list(range(27 - min(buffer.storage.max_size, 20), 27))
+        if own in PRIORITIZED:
+            priorities = dict.fromkeys(range(27), 1.0)
+            if saved in PRIORITIZED:
+                slots = source.storage[:]["x"].tolist()
+                priorities = {x: 1.0 + slot for slot, x in enumerate(slots)}
+            sampler: Any = buffer.sampler
+            assert sampler.alpha == SAMPLERS[own]().alpha
+            found = sampler.state_dict()["_priorities"].tolist()
+            assert found == [priorities[x] for x in stored]
+        buffer.extend(steps(900, 5))
+        assert len(buffer.sample()) == 4
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(("sampler", "uses"), [("without", 1), ("consuming", 2)])
+@pytest.mark.filterwarnings("ignore:.*sampler is left out")
+def test_passes_begin_with_all_rows_that_were_loaded(
+    sampler: str, uses: int, mmap: bool, tmp_path: Path
+) -> None:
+    source, buffer = (
+        buffer_of(sampler=SAMPLERS[name](), batch_size=2) for name in ("random", sampler)
+    )
+    source.extend(rows(10))
+    source.dumps(tmp_path)
+    buffer.loads(tmp_path, mmap=mmap)
+    drawn = [buffer.sample()["id"] for _ in range(5 * uses)]
+    assert torch.cat(drawn).bincount().tolist() == [uses] * 10

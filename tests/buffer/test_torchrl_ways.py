@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import pickle
 import warnings
@@ -16,39 +15,22 @@ from tensordict import TensorDict, lazy_stack
 
 import replaykit
 from replaykit import (
-    ConsumingSampler,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     RoundRobinWriter,
-    SamplerWithoutReplacement,
     Sequence,
     SliceSampler,
-    SliceSamplerWithoutReplacement,
-    StalenessAwareSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     pad_collate,
 )
 from tests.buffer.building import STORAGES
 from tests.support.refusals import refuses
-
-SAMPLERS: dict[str, Any] = {
-    "random": RandomSampler,
-    "passes": SamplerWithoutReplacement,
-    "prioritized": lambda: PrioritizedSampler(alpha=0.7, beta=0.5),
-    "slices": lambda: SliceSampler(slice_len=2),
-    "slice passes": lambda: SliceSamplerWithoutReplacement(slice_len=2),
-    "prioritized slices": lambda: PrioritizedSliceSampler(alpha=0.7, beta=0.5, slice_len=2),
-    "consuming": lambda: ConsumingSampler(3),
-    "staleness": lambda: StalenessAwareSampler(),
-}
 
 
 def _rows(count: int, first: int = 0) -> TensorDict:
@@ -66,36 +48,7 @@ def _buffer(storage: Any, sampler: Any = None, **options: Any) -> ReplayBuffer:
     )
 
 
-# -- loads -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("other", ["random", "passes", "prioritized", "slices", "consuming"])
-@pytest.mark.parametrize("saved", ["random", "passes", "prioritized", "consuming"])
-def test_a_checkpoint_opened_in_place_takes_another_sampler(saved: str, other: str, tmp_path: Path):
-    buffer = _buffer(LazyTensorStorage(8), SAMPLERS[saved]())
-    buffer.extend(_rows(8))
-    if saved == "prioritized":
-        buffer.update_priority(torch.arange(8), torch.arange(8) + 1.0)
-    buffer.sample()
-    buffer.dumps(tmp_path)
-    plain, mapped = (_buffer(LazyTensorStorage(8), SAMPLERS[other]()) for _ in range(2))
-    said = []
-    for loaded, mmap in ((plain, False), (mapped, True)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loaded.loads(tmp_path, mmap=mmap)
-        said.append([str(warning.message) for warning in caught])
-        assert all(Path(warning.filename) == Path(__file__) for warning in caught)
-    assert said[0] == said[1]
-    assert len(said[0]) == (saved != other)
-    for _ in range(3):
-        assert bool((plain.sample() == mapped.sample()).all())
-    for loaded in (plain, mapped):
-        loaded.extend(_rows(2, 8))
-    assert bool((plain.sample() == mapped.sample()).all())
-
-
-# -- hooks, checkpointers --------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 class Noting:
@@ -103,11 +56,8 @@ class Noting:
 
     shift = is_full = None
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
     def __call__(self, data: Any, path: Any = None) -> Any:
-        self.calls.append((self.shift, self.is_full))
+        self.called = (self.shift, self.is_full)
         return data
 
 
@@ -120,7 +70,7 @@ def test_save_hooks_receive_the_cursor(kind: str, count: int, tmp_path: Path):
     for row in _rows(count):
         buffer.add(row)
     buffer.dumps(tmp_path)
-    [(shift, is_full)] = hook.calls
+    shift, is_full = hook.called
     assert is_full == (count >= 8)
     assert shift == (count - 1) % 8 + 1
     assert int(buffer[shift - 1]["x"]) == count - 1  # the newest row
@@ -183,22 +133,30 @@ def test_error_for_a_folder_in_use_does_not_suggest_existsok(how: str, tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["padded", "jagged"])
-def test_pad_collate_takes_a_lazy_stack(layout: str):
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 3, 5)])
+def test_pad_collate_takes_rows_of_list_storages(layout: str, storage: Any, lengths: Any):
     collate = functools.partial(pad_collate, layout=layout)
-    buffer = _buffer(LazyStackStorage(8), collate_fn=collate)
-    trajectories = [_rows(length) for length in (2, 3, 5)]
-    for trajectory in trajectories:
-        buffer.add(trajectory)
-    found, expected = buffer[:], collate(trajectories)
+    padding, plain = _buffer(storage(8), collate_fn=collate), _buffer(storage(8))
+    trajectories = [_rows(length) for length in lengths]
+    for buffer in (padding, plain):
+        buffer.extend(trajectories)
+    found = [padding[:]]
+    if storage is LazyStackStorage or len(set(lengths)) == 1:
+        found.append(collate(plain[:]))
+    expected = collate(trajectories)
     for key in ("x", ("next", "reward"), "mask" if layout == "padded" else "lengths"):
-        one, two = found[key], expected[key]
-        if one.is_nested:
-            one, two = one.values(), two.values()
-        assert torch.equal(one, two)
-    batch = buffer.sample()
-    assert batch.batch_size[0] == 4
+        for one in found:
+            pair = [each[key] for each in (one, expected)]
+            assert torch.equal(*(each.values() if each.is_nested else each for each in pair))
+    assert padding.sample().batch_size[0] == 4
+    if layout == "padded":
+        assert expected["mask"].sum(1).tolist() == list(lengths)
+
+
+def test_pad_collate_takes_a_lazy_stack_along_another_dimension():
     ragged = [TensorDict({"x": torch.ones(3, n)}, [3, n]) for n in (1, 2)]
-    assert pad_collate(lazy_stack([r[0] for r in ragged], 1)).shape == (2, 2)
+    assert pad_collate(lazy_stack([row[0] for row in ragged], 1)).shape == (2, 2)
 
 
 # -- windows ---------------------------------------------------------------------------------------
@@ -270,6 +228,9 @@ def test_first_write_through_the_storage_leaves_the_cursor(kind: str, cursor: An
     buffer = _buffer(storage)
     rows = _rows(3)[0] if isinstance(cursor, int) else _rows(3)
     count = 1 if rows.ndim == 0 else 3
+    with pytest.raises(RuntimeError, match=r"no gap|up to 0"):
+        storage.set(range(2, 4), _rows(2), set_cursor=False)
+    assert len(storage) == 0
     storage.set(cursor, rows, set_cursor=False)
     assert len(storage) == len(buffer) == count
     assert torch.equal(buffer["version"], torch.arange(count))
@@ -279,12 +240,6 @@ def test_first_write_through_the_storage_leaves_the_cursor(kind: str, cursor: An
         storage.set(count, _rows(1)[0], set_cursor=False)
     assert buffer.extend(_rows(2, 20)).tolist() == [0, 1]
     assert buffer["version"].tolist() == [20, 21, 2][: max(count, 2)]
-
-
-def test_a_first_write_that_leaves_a_hole_is_refused():
-    storage = LazyTensorStorage(8)
-    refuses(RuntimeError, "no gap", storage.set, range(2, 4), _rows(2), set_cursor=False)
-    assert len(storage) == 0
 
 
 def test_patches_may_have_the_layout_of_the_data():
@@ -313,40 +268,6 @@ def test_patches_may_have_the_layout_of_the_data():
         buffer.update_if_present(
             index=index, generation=generation, patch={"x": torch.zeros(2, 5, 1)}
         )
-
-
-def test_stats_know_the_capacity_before_the_first_write():
-    for delayed in (False, True):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(7), delayed_init=delayed)
-        stats = buffer.stats()
-        assert (stats["capacity"], stats["size"], stats["utilization"]) == (7, 0, 0.0)
-        assert buffer.initialized is not delayed
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("kind", STORAGES)
-def test_unpickled_parts_keep_their_attributes(kind: str, sampler: str, prefetch: int):
-    if "slice" in sampler and kind in ("list", "lazy_stack"):
-        pytest.skip("slices need columns")
-    if prefetch and sampler == "consuming":
-        pytest.skip("rows that are used up are not drawn ahead")
-    buffer = _buffer(STORAGES[kind](8), SAMPLERS[sampler](), prefetch=prefetch)
-    for used in (False, True):
-        if used:
-            rows = _rows(8)
-            if sampler == "staleness":
-                rows["policy_version"] = torch.zeros(8, dtype=torch.int64)
-            buffer.extend(rows)
-            buffer.sample()
-        for copied in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
-            pairs = [(buffer, copied), *((getattr(buffer, n), getattr(copied, n)) for n in PARTS)]
-            for one, other in pairs:
-                # A copy makes its lock at its first use.
-                assert vars(one).keys() - {"lock"} == vars(other).keys() - {"lock"}
-
-
-PARTS = ("storage", "sampler", "writer", "transform")
 
 
 @pytest.mark.parametrize("how", ["private", "folder", "recover", "shared", "once"])
@@ -464,20 +385,6 @@ def test_rows_of_several_lengths_are_sampled_as_a_lazy_stack(cls: Any, transform
     assert "index" not in rb.storage[0]
     rb.add(_trajectories(2)[0].unsqueeze(0))
     refuses(ValueError, r"equally many batch dimensions.*\[1, 2\]", lambda: rb[:])
-
-
-@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 3, 4)])
-@pytest.mark.parametrize("storage", ["ListStorage", "LazyStackStorage"])
-def test_pad_collate_accepts_rows_of_a_list_storage(storage: str, lengths: tuple[int, ...]) -> None:
-    rb = ReplayBuffer(storage=getattr(replaykit, storage)(5), batch_size=4, collate_fn=pad_collate)
-    rb.extend(_trajectories(*lengths))
-    assert rb.sample()["mask"].shape[0] == 4
-    assert rb[:]["mask"].sum(1).tolist() == list(lengths)
-    plain = ReplayBuffer(storage=getattr(replaykit, storage)(5), batch_size=4)
-    plain.extend(_trajectories(*lengths))
-    if storage == "LazyStackStorage" or lengths == (3, 3, 3):
-        assert pad_collate(plain[:])["mask"].sum(1).tolist() == list(lengths)
-        assert pad_collate(plain.sample())["mask"].shape[0] == 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
