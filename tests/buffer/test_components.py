@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -23,7 +24,6 @@ from replaykit import (
     Storage,
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
-    TensorStorage,
 )
 from tests.buffer.building import (
     KINDS,
@@ -107,39 +107,33 @@ def test_the_next_write_continues_after_the_new_storages_newest_row():
 
 def test_set_storage_resets_the_collate_function():
     buffer = ReplayBuffer(storage=ListStorage(5), collate_fn=len)
-    buffer.extend([1, 2])
-    assert buffer.sample(4) == 4
-    buffer.set_storage(ListStorage(5))
-    buffer.extend([1, 1])
-    assert buffer.sample(4).tolist() == [1, 1, 1, 1]
-    buffer.set_storage(ListStorage(5), collate_fn=sum)
-    buffer.extend([1, 1])
-    assert buffer.sample(4) == 4
+    for options, expected in (({}, [1, 1, 1, 1]), ({"collate_fn": sum}, 4)):
+        buffer.extend([1, 1])
+        assert buffer.sample(4) == 4
+        buffer.set_storage(ListStorage(5), **options)
+        buffer.extend([1, 1])
+        found = buffer.sample(4)
+        assert (found.tolist() if isinstance(found, torch.Tensor) else found) == expected
+        buffer.set_storage(ListStorage(5), collate_fn=len)
     refuses(TypeError, "collate_fn", buffer.set_storage, ListStorage(5), collate_fn=3)
 
 
-def test_set_storage_keeps_the_generator():
-    reference = buffer_of("tensor", 50, filled=50, seed=3)
-    expected = [reference.sample(5)["index"].tolist() for _ in range(3)]
-    buffer = buffer_of("tensor", 10, filled=10, seed=3)
-    buffer.set_storage(storage_of("tensor", 50))
-    buffer.extend(rows(50))
-    assert [buffer.sample(5)["index"].tolist() for _ in range(3)] == expected
-
-
 @pytest.mark.parametrize("prefetch", [None, 3])
-def test_set_storage_begins_a_new_pass(prefetch: int | None):
-    buffer = buffer_of("tensor", 10, filled=10, sampler="ordered", batch_size=4, prefetch=prefetch)
+def test_set_storage_begins_a_new_pass_and_keeps_the_generator(prefetch: int | None):
+    def drawn(buffer: ReplayBuffer) -> list[list[int]]:
+        return [batch["id"].tolist() for batch in buffer]
+
+    filler = buffer_of(filled=10)
+    given = {"filled": 10, "sampler": "without", "batch_size": 4, "seed": 3}
+    buffer, reference = buffer_of(**given, prefetch=prefetch), buffer_of(**given)
+    buffer.set_storage(storage_of("tensor", 10))
+    buffer.extend(rows(10))
+    assert drawn(buffer) == drawn(reference)
     buffer.sample()
-    storage = storage_of("tensor", 10)
-    filler = ReplayBuffer(storage=storage)
-    filler.extend(rows(10, 100))
-    buffer.set_storage(storage)
-    assert [batch["id"].tolist() for batch in buffer] == [
-        [100, 101, 102, 103],
-        [104, 105, 106, 107],
-        [108, 109],
-    ]
+    buffer.set_storage(filler.storage)
+    batches = drawn(buffer)
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(itertools.chain(*batches)) == list(range(10))
 
 
 def test_the_default_time_dimension_follows_the_storage():
@@ -154,17 +148,6 @@ def test_the_default_time_dimension_follows_the_storage():
     fixed = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2), dim_extend=0)
     fixed.set_storage(LazyTensorStorage(12, ndim=3))
     assert fixed.dim_extend == 0
-
-
-def test_a_storage_that_the_sampler_refuses_is_not_taken():
-    sampler = Noting(reject=99)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler)
-    buffer.extend(rows(3))
-    before = list(sampler.told)
-    refuses(ValueError, "no room", buffer.set_storage, LazyTensorStorage(99))
-    assert sampler.told == before
-    assert buffer.extend(rows(1, 3)).tolist() == [3]
-    assert len(buffer) == 4
 
 
 def test_two_buffers_may_exchange_their_storages_at_the_same_time():
@@ -205,22 +188,10 @@ def test_new_sampler_gets_row_events_and_the_buffers_generator():
     assert sampler.generator.initial_seed() == 9
 
 
-@pytest.mark.parametrize("prefetch", [None, 3])
-def test_sampler_that_is_set_again_continues_its_pass(prefetch: int | None):
-    buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
-    seen = buffer.sample()["id"].tolist()
-    sampler = buffer.set_sampler(RandomSampler())
-    buffer.sample()
-    buffer.set_sampler(sampler)
-    for batch in buffer:
-        seen += batch["id"].tolist()
-    assert sorted(seen) == list(range(10))
-
-
 # -- set_writer -----------------------------------------------------------------------------------
 
 
-def test_new_writer_continues_at_the_cursor_of_the_storage():
+def test_new_writer_continues_at_the_cursor_and_in_the_layout_of_the_storage():
     buffer = buffer_of(max_size=5, filled=4)
     old = buffer.writer
     assert buffer.set_writer(RoundRobinWriter(track_generations=True)) is old
@@ -228,21 +199,24 @@ def test_new_writer_continues_at_the_cursor_of_the_storage():
     assert (old.write_count, buffer.write_count) == (4, 3)
     assert buffer.sample(1)["index_generation"].shape == (1,)
     assert buffer.writer.generations_of(torch.arange(5)).tolist() == [1, 1, 0, 0, 0]
+    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    lanes.set_writer(TensorDictRoundRobinWriter())
+    lanes.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
+    assert lanes["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_new_writer_writes_in_the_layout_of_the_buffer():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    buffer.set_writer(TensorDictRoundRobinWriter())
-    buffer.extend(TensorDict({"x": torch.arange(6).view(2, 3)}, [2, 3]))
-    assert buffer["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+@pytest.mark.parametrize("prefetch", [None, 2, 4])
+def test_other_parts_and_a_sampler_that_is_set_again_lose_no_row_of_a_pass(prefetch: int | None):
+    def sample_by_another(buffer: ReplayBuffer) -> None:
+        sampler = buffer.set_sampler(RandomSampler())
+        buffer.sample()
+        buffer.set_sampler(sampler)
 
-
-@pytest.mark.parametrize("prefetch", [2, 4])
-def test_changing_writer_or_generator_loses_no_row_of_a_pass(prefetch: int):
     for change in (
         lambda b: b.set_writer(RoundRobinWriter()),
         lambda b: b.set_rng(torch.Generator()),
         lambda b: b.append_transform(lambda td: td),
+        sample_by_another,
     ):
         buffer = buffer_of(filled=10, sampler="without", batch_size=3, prefetch=prefetch)
         seen = buffer.sample()["id"].tolist()
@@ -259,6 +233,7 @@ def test_components_that_do_not_go_with_the_others_are_refused():
     best = buffer_of(max_size=5, writer=TensorDictMaxValueWriter("id"), sampler="ordered")
     best.extend(rows(5))
     ring = buffer_of(max_size=10, filled=10, sampler="ordered")
+    picky = buffer_of(max_size=5, filled=3, sampler=Noting(reject=99))
     lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
     lanes.extend(TensorDict({"r": torch.zeros(2, 2)}, [2, 2]))
     last = SamplerWithoutReplacement(drop_last=True)
@@ -268,6 +243,7 @@ def test_components_that_do_not_go_with_the_others_are_refused():
         (ring, "sampler", last, ValueError, "drop_last"),
         (ring, "sampler", RandomSampler, TypeError, "Sampler"),
         (ring, "sampler", Noting(reject=10), ValueError, "no room"),
+        (picky, "storage", LazyTensorStorage(99), ValueError, "no room"),
         (lanes, "writer", TensorDictMaxValueWriter(), ValueError, "ndim"),
         (lanes, "writer", None, TypeError, "Writer"),
     ]
@@ -277,6 +253,7 @@ def test_components_that_do_not_go_with_the_others_are_refused():
         unchanged(buffer, error, lambda b=buffer, n=name, p=part: getattr(b, f"set_{n}")(p), words)
         assert getattr(buffer, name) is before
     assert best.add(rows(1, 9)[0]) == 0
+    assert picky.extend(rows(1, 3)).tolist() == [3]
     assert ring.sample(4)["id"].tolist() == [4, 5, 6, 7]
     lanes.set_writer(ImmutableDatasetWriter())
     refuses(RuntimeError, "doesn't allow writing", lanes.extend, lanes[:])
@@ -379,10 +356,3 @@ def test_copying_rows_from_buffer_to_buffer_keeps_each_once(kind: str):
         copies[2].extend(batch)
     for copy in copies:
         assert sorted(copy["id"].tolist()) == list(range(30, 130))
-
-
-def test_a_wrapped_tensor_is_a_storage_like_others():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
-    buffer.set_storage(TensorStorage(rows(4)))
-    assert buffer.add(rows(1, 9)[0]) == 0
-    assert buffer["id"].tolist() == [9, 1, 2, 3]
