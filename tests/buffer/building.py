@@ -112,8 +112,11 @@ def buffer_of(
     return buffer
 
 
+IDS = [7, 8, 9, 3, 4, 5, 6]
+
+
 def wrapped(kind: str, **options: Any) -> ReplayBuffer:
-    """Make a ring of seven rows, of ids 7, 8, 9, 3, 4, 5, 6."""
+    """Make a ring of seven rows, of the `IDS`."""
     buffer = buffer_of(kind, 7, **options)
     buffer.extend(rows(10))
     return buffer

@@ -22,7 +22,7 @@ from replaykit import (
     StepCount,
     TensorStorage,
 )
-from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same, unchanged, wrapped
+from tests.buffer.building import IDS, KINDS, buffer_of, check_whole, rows, same, unchanged, wrapped
 
 INDICES = {
     "int": 3,
@@ -54,9 +54,6 @@ class Point(TensorClass):
 def positions(index: Any, count: int) -> list[int] | int:
     """What an index selects of ``range(count)``, by NumPy."""
     return np.arange(count)[index if not isinstance(index, range) else list(index)].tolist()
-
-
-IDS = [7, 8, 9, 3, 4, 5, 6]
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -111,19 +108,14 @@ def test_an_index_beyond_the_stored_rows_is_refused(kind: str, index: Any, error
     unchanged(buffer, error, lambda: buffer[index])
 
 
-def test_indexing_an_empty_buffer_raises_an_error():
+def test_empty_buffers_and_lists_refuse_other_indices():
     for kind in KINDS:
         with pytest.raises(RuntimeError, match="nothing is stored"):
             buffer_of(kind)[:]
     with pytest.raises(IndexError):
         buffer_of("list")[0]
-
-
-def test_list_storage_refuses_a_two_dimensional_index():
-    buffer = buffer_of("list")
-    buffer.extend(rows(3))
     with pytest.raises(IndexError, match=r"one dimension for a list, got shape \[1, 2\]"):
-        buffer[torch.tensor([[0, 1]])]
+        buffer_of("list", filled=3)[torch.tensor([[0, 1]])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,14 +137,6 @@ def test_columns_of_tensorclasses_and_pytrees():
     for buffer in (points, tree):
         with pytest.raises(KeyError, match="'z'"):
             buffer["z"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_read_in_physical_order(kind: str):
-    buffer = wrapped(kind)
-    assert check_whole(buffer.read_all_in_order()) == IDS
-    assert check_whole(buffer.read_all_in_order(end=3)) == IDS[:3]
-    assert check_whole(buffer.read_all_in_order(99)) == IDS
 
 
 def test_a_collate_function_makes_batches_but_not_single_rows():
