@@ -20,17 +20,6 @@ from replaykit import (
 from tests.buffer.building import in_threads, unchanged
 from tests.support.refusals import refuses
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
-
 
 def tracked(storage: Any = None, filled: int = 5, **options: Any) -> ReplayBuffer:
     """Rows of value 0..n-1, version 10 each, and a nested column."""
@@ -65,15 +54,13 @@ def zeros(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("empty", [False, True])
 def test_slots_without_a_record_are_stale(empty: bool):
     buffer = tracked(filled=3)
-    if empty:
-        buffer.empty()
     index = torch.tensor([-1, 3, 4, 5, 7, 2**40, 0])
     generation = torch.tensor([0, 0, -1, 0, 0, 0, -1])
     if empty:
+        buffer.empty()
         index, generation = torch.arange(5), buffer.writer.generations_of(torch.arange(5))
         assert generation.tolist() == [1, 1, 1, -1, -1]
         buffer.extend(content(1))
-        generation[0] = 1
     patch = {"x": torch.full(index.shape, 9.0)}
     result = buffer.update_if_present(index=index, generation=generation, patch=patch)
     assert result.stale_count == len(index)
@@ -137,7 +124,19 @@ def test_random_patches_follow_all_rules_of_a_model(
     assert buffer["v"].flatten().tolist() == versions
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
 def test_cells_of_rows_with_lanes_are_patched_alone(device: str):
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(6, ndim=2, device=device),
@@ -159,32 +158,26 @@ def test_cells_of_rows_with_lanes_are_patched_alone(device: str):
     assert buffer["v"].tolist() == [[0, 1, 0], [0, 0, 1]]
 
 
-def test_flags_may_be_given_without_their_last_dimension():
+def test_patches_may_have_flags_without_their_last_dimension_and_keys_with_a_dot():
     buffer = tracked()
-    done = torch.tensor([True, False])
     result = buffer.update_if_present(
         index=torch.tensor([1, 2]),
         generation=zeros(2),
-        patch=TensorDict({"next": {"done": done}}, [2]),
+        patch=TensorDict({"next": {"done": torch.tensor([True, False])}}, [2]),
     )
     assert result.updated_count == 2
     assert buffer["next", "done"].flatten().tolist() == [False, True, False, False, False]
-
-
-def test_keys_with_a_dot_are_keys():
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(3), writer=RoundRobinWriter(track_generations=True)
-    )
-    buffer.extend(TensorDict({"a.b": torch.zeros(3), "a": {"v": zeros(3)}}, [3]))
-    buffer.update_if_present(
+    dotted = tracked(filled=0)
+    dotted.extend(TensorDict({"a.b": torch.zeros(3), "a": {"v": zeros(3)}}, [3]))
+    dotted.update_if_present(
         index=torch.tensor([1]),
         generation=zeros(1),
         patch={"a.b": torch.ones(1)},
         version_key=("a", "v"),
         version=4,
     )
-    assert buffer[("a.b",)].tolist() == [0.0, 1.0, 0.0]
-    assert buffer["a", "v"].tolist() == [0, 4, 0]
+    assert dotted[("a.b",)].tolist() == [0.0, 1.0, 0.0]
+    assert dotted["a", "v"].tolist() == [0, 4, 0]
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from replaykit import (
 )
 from replaykit.errors import SchemaError
 from replaykit.transforms import Compose
+from tests.buffer.building import same
 from tests.support.refusals import refuses
 
 
@@ -33,13 +35,12 @@ def test_a_row_that_is_given_to_extend_is_refused(storage: Any):
     """A list storage lost it without a word."""
     buffer = ReplayBuffer(storage=storage(5))
     refuses(SchemaError, r"add\(\)", buffer.extend, rows(1)[0])
+    if storage is ListStorage:
+        for scalar in (torch.tensor(1.0), np.asarray(1.0)):
+            refuses(SchemaError, r"add\(\) stores one row", buffer.extend, scalar)
     assert len(buffer) == buffer.write_count == 0
-
-
-def test_extend_of_a_list_storage_refuses_scalars():
-    buffer = ReplayBuffer(storage=ListStorage(5))
-    for scalar in (torch.tensor(1.0), np.asarray(1.0)):
-        refuses(SchemaError, r"add\(\) stores one row", buffer.extend, scalar)
+    lanes = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
+    refuses(SchemaError, "time along batch dimension 1", lanes.add, torch.tensor(1.0))
 
 
 def test_a_batch_that_is_given_to_add_is_refused():
@@ -49,11 +50,6 @@ def test_a_batch_that_is_given_to_add_is_refused():
     with pytest.raises(SchemaError) as error:
         buffer.add(TensorDict({"x": torch.zeros(4)}, []))
     assert "extend()" not in str(error.value)
-
-
-def test_a_row_without_lanes_is_refused():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(6, ndim=2))
-    refuses(SchemaError, "time along batch dimension 1", buffer.add, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("kind", [ListStorage, LazyTensorStorage])
@@ -75,34 +71,26 @@ def test_time_may_be_another_dimension(kind: Any, transformed: bool):
 @pytest.mark.parametrize(
     ("storage", "row", "seen"),
     [
-        (LazyTensorStorage, {"a": torch.zeros(3)}, {"a": (1, 3)}),
-        (LazyTensorStorage, (torch.zeros(2), torch.zeros(())), ((1, 2), (1,))),
+        (LazyTensorStorage, {"a": torch.zeros(3)}, {"a": torch.zeros(1, 3)}),
+        (LazyTensorStorage, (torch.zeros(2), torch.zeros(())), (torch.zeros(1, 2), torch.zeros(1))),
         (ListStorage, "text", ["text"]),
         (ListStorage, {"a": 1}, [{"a": 1}]),
-        (ListStorage, torch.zeros(3), (1, 3)),
+        (ListStorage, torch.zeros(3), torch.zeros(1, 3)),
     ],
 )
 def test_transforms_see_a_batch_of_one_in_add(storage: Any, row: Any, seen: Any):
-    """7.2: whatever a row is, as in ``extend``."""
-    shapes = []
+    """Whatever a row is, as in ``extend``."""
+    batches = []
 
     class Looks:
         def inv(self, data: Any) -> Any:
-            shapes.append(
-                {key: tuple(value.shape) for key, value in data.items()}
-                if isinstance(data, dict)
-                else tuple(tuple(value.shape) for value in data)
-                if isinstance(data, tuple)
-                else tuple(data.shape)
-                if isinstance(data, torch.Tensor)
-                else data
-            )
+            batches.append(data)
             return data
 
     buffer = ReplayBuffer(storage=storage(4), transform=Looks())
     assert buffer.add(row) == 0
     buffer[0] = row
-    assert shapes == [seen, seen]
+    same(batches, [seen, seen])
     assert len(buffer) == 1
 
 
@@ -149,28 +137,25 @@ def test_numbers_of_numpy_are_batch_sizes():
     refuses(ValueError, r"got 2.0", buffer.sample, 2.0)
 
 
-def test_a_transform_that_forgets_to_return_is_named():
-    def forgets(data: Any) -> None:
-        data["x"] += 1
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=forgets, batch_size=2)
-    buffer.extend(rows(3))
-    for read in (buffer.sample, lambda: buffer[:]):
-        refuses(TypeError, r"forgets.*returned None", read)
-
-
-@pytest.mark.parametrize("kind", ["save", "load"])
-def test_a_hook_that_forgets_to_return_is_named(kind: str, tmp_path: Any):
+@pytest.mark.parametrize("kind", ["transform", "save hook", "load hook"])
+def test_a_function_that_forgets_to_return_is_named(kind: str, tmp_path: Any):
     def forgets(data: Any) -> None:
         pass
 
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
     buffer.extend(rows(3))
-    if kind == "load":
-        buffer.dumps(tmp_path)
-    getattr(buffer, f"register_{kind}_hook")(forgets)
-    with pytest.raises(TypeError, match=f"the {kind} hook .*forgets.*returned None"):
-        buffer.dumps(tmp_path) if kind == "save" else buffer.loads(tmp_path)
+    buffer.dumps(tmp_path / "good")
+    reads: list[Callable[[], Any]] = [lambda: buffer.dumps(tmp_path / "bad")]
+    if kind == "transform":
+        buffer.append_transform(forgets)
+        reads = [buffer.sample, lambda: buffer[:]]
+    elif kind == "save hook":
+        buffer.register_save_hook(forgets)
+    else:
+        buffer.register_load_hook(forgets)
+        reads = [lambda: buffer.loads(tmp_path / "good")]
+    for read in reads:
+        refuses(TypeError, f"{kind}.*forgets.*returned None", read)
     assert len(buffer) == 3
 
 
@@ -200,13 +185,6 @@ def test_error_for_an_absent_key_lists_the_existing_ones():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     buffer.extend(rows(2))
     refuses(KeyError, "no key 'y'; there are 'x'", lambda: buffer["y"])
-
-
-@pytest.mark.parametrize("call", ["write_all", "load_state_dict"])
-def test_write_all_and_load_state_dict_refuse_none(call: str):
-    buffer = ReplayBuffer(storage=LazyTensorStorage(3))
-    buffer.extend(rows(2))
-    refuses((TypeError, ValueError), "got None", getattr(buffer, call), None)
 
 
 def test_slice_of_compose_is_a_compose():

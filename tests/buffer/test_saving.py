@@ -25,7 +25,6 @@ from replaykit import (
 )
 from replaykit.checkpoint import FORMAT_VERSION
 from replaykit.errors import CheckpointError
-from replaykit.storages.content import from_plain
 from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same, unchanged
 from tests.support.refusals import refuses
 
@@ -85,7 +84,7 @@ def test_buffers_of_equal_components_load_each_other(tmp_path: Path):
 # -- hooks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", "lazy_stack", "tensor", "memmap", "lanes"])
+@pytest.mark.parametrize("kind", ["list", "tensor", "lanes"])
 def test_hooks_map_copies_in_the_order_they_came(kind: str, tmp_path: Path):
     seen: list[Any] = []
 
@@ -95,11 +94,9 @@ def test_hooks_map_copies_in_the_order_they_came(kind: str, tmp_path: Path):
         return ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
 
     buffer = make()
-    if kind == "lanes":
-        buffer.extend(TensorDict({"id": torch.arange(6).view(2, 3)}, [2, 3]))
-    else:
-        buffer.extend(rows(6))
-    before = buffer.state_dict()
+    ids = TensorDict({"id": torch.arange(6).view(2, 3)}, [2, 3])
+    buffer.extend(ids if kind == "lanes" else rows(6))
+    before, stored = buffer.state_dict(), buffer["id"].clone()
 
     def apply(data: Any, function: Any) -> Any:
         if isinstance(data, list):
@@ -122,11 +119,7 @@ def test_hooks_map_copies_in_the_order_they_came(kind: str, tmp_path: Path):
     same(before, buffer.state_dict())
     unhooked = make()
     unhooked.loads(tmp_path)
-    expected = from_plain(before["_storage"]["_storage"])
-    expected = torch.stack(expected) if isinstance(expected, list) else expected
-    assert torch.equal(
-        unhooked.storage[:]["id"] if kind != "list" else unhooked["id"], expected["id"] * 2 + 1
-    )
+    assert torch.equal(unhooked["id"], stored * 2 + 1)
 
     outs: list[Any] = []
     loaded = make()
@@ -134,13 +127,12 @@ def test_hooks_map_copies_in_the_order_they_came(kind: str, tmp_path: Path):
     loaded.register_load_hook(
         lambda data, out: (outs.append(out), apply(data, lambda x: x // 2))[1]
     )
-    loaded.loads(tmp_path)
-    assert torch.equal(loaded["id"], buffer["id"])
-    assert outs == [None]
-    loaded.loads(tmp_path)
-    held = outs[1]
-    apply(held, lambda x: x * 0)  # a copy too
-    assert torch.equal(loaded["id"], buffer["id"])
+    for _ in range(2):
+        loaded.loads(tmp_path)
+        assert torch.equal(loaded["id"], stored)
+    assert outs[0] is None
+    apply(outs[1], lambda x: x * 0)  # a copy too
+    assert torch.equal(loaded["id"], stored)
     refuses(TypeError, "hook", buffer.register_save_hook, "hook")
 
 
@@ -202,14 +194,13 @@ def test_training_does_not_change_a_checkpoint_near_scratch_files(where: str, tm
 @pytest.mark.pitfall("CK8")
 @pytest.mark.parametrize("kind", ["list", "tensor", "memmap"])
 def test_the_size_on_disk_does_not_depend_on_the_capacity(kind: str, tmp_path: Path):
-    """CK8, C2: ten rows take kilobytes, of a million slots too."""
+    """Ten rows take kilobytes, of a million slots too."""
     sizes = []
     for capacity in (10, 10**6):
         path = tmp_path / str(capacity)
         buffer_of(kind, capacity, filled=10, sampler="without").dumps(path)
         sizes.append(sum(file.stat().st_size for file in path.iterdir()))
-    assert sizes[1] < sizes[0] + 200
-    assert sizes[1] < 10_000
+    assert sizes[1] < min(sizes[0] + 200, 10_000)
 
 
 @pytest.mark.pitfall("CK10")

@@ -440,6 +440,7 @@ def test_write_all_explains_values_that_are_not_batches() -> None:
     for rb in (tensors, objects):
         for given in (3, 2.5, torch.zeros(())):
             refuses(TypeError, r"expected a batch of rows.*got", rb.write_all, given)
+        refuses(TypeError, "expected rows to write, got None", rb.write_all, None)
     refuses(ValueError, "one kind of rows, got Tensor and TensorDict", lambda: objects[:])
     objects.write_all([torch.zeros(2), torch.zeros(3)])
     refuses(ValueError, r"one shape of rows, got \[2\] and \[3\]", lambda: objects[:])
