@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
@@ -24,169 +22,77 @@ from replaykit.errors import StaleAddress
 from tests.support.refusals import refuses
 
 
-@dataclass
-class Row:
-    number: int
-    position: int
-    lane: int
-    reward: float
-    code: int = 0
+def check(buffer: ReplayBuffer, lanes: int) -> None:
+    """Compare all that is told of episodes with their rows, reasons and heads.
 
-
-@dataclass
-class Model:
-    """What a ring of ``slots`` rows in each of ``lanes`` lanes should say of its episodes."""
-
-    slots: int
-    lanes: int = 1
-    rows: list[list[Row]] = field(default_factory=list)
-    joined: list[bool] = field(default_factory=list)
-    written: int = 0
-    since: int = 0
-
-    def __post_init__(self) -> None:
-        self.rows = [[] for _ in range(self.lanes)]
-        self.joined = [False] * self.lanes
-
-    def write(self, codes: list[list[int]], rewards: list[list[float]]) -> None:
-        for step, (at, values) in enumerate(zip(codes, rewards, strict=True)):
-            for lane in range(self.lanes):
-                position = self.written + step
-                number = position * self.lanes + lane
-                self.rows[lane].append(Row(number, position, lane, values[lane], at[lane]))
-        self.written += len(codes)
-
-    def cut(self, lane: int | None) -> None:
-        for one in range(self.lanes) if lane is None else [lane]:
-            if self.rows[one] and not self.rows[one][-1].code:
-                self.rows[one][-1].code = 4
-
-    def empty(self) -> None:
-        for lane in range(self.lanes):
-            if self.rows[lane]:
-                # Emptied twice in a row: what was open then is not known to have ended.
-                self.joined[lane] = not self.rows[lane][-1].code
-            self.rows[lane] = []
-
-    def episodes(self) -> list[dict[str, Any]]:
-        found = []
-        for lane in range(self.lanes):
-            rows, oldest = self.rows[lane], max(0, len(self.rows[lane]) - self.slots)
-            start, head = 0, Head.CUT if self.joined[lane] else Head.RESET
-            for at, row in enumerate(rows):
-                if not row.code and at < len(rows) - 1:
-                    continue
-                stored = rows[max(start, oldest) : at + 1]
-                if stored:
-                    found.append(
-                        {
-                            "lane": lane,
-                            "id": rows[start].number,
-                            "begin": rows[start].position,
-                            "evicted": max(0, oldest - start),
-                            "head": Head.EVICTED if start < oldest else head,
-                            "reason": EndReason(min(row.code, 3)),
-                            "rows": stored,
-                        }
-                    )
-                start, head = at + 1, Head.CUT if row.code == 4 else Head.RESET
-        return found
-
-
-def written(model: Model, codes: list[list[int]], rewards: list[list[float]]) -> TensorDict:
-    """The rows that the model has just been told of, as they are written."""
-    steps = len(codes)
-    number = (model.written - steps) * model.lanes + torch.arange(steps * model.lanes)
-    code = torch.tensor(codes).view(steps, model.lanes)
-    data = TensorDict(
-        {
-            "number": number.view(steps, model.lanes),
-            "next": {
-                "reward": torch.tensor(rewards).view(steps, model.lanes, 1),
-                "terminated": code == 1,
-                "truncated": code == 2,
-                "done": code > 0,
-            },
-        },
-        [steps, model.lanes],
-    )
-    return data[:, 0] if model.lanes == 1 else data.transpose(0, 1)
-
-
-def check(buffer: ReplayBuffer, model: Model) -> None:
-    found, expected = buffer.episodes, model.episodes()
-    assert len(found) == len(expected)
-    lengths = [len(one["rows"]) for one in expected]
-    assert found.lengths.tolist() == lengths
-    assert found.ids.tolist() == [one["id"] for one in expected]
-    assert found.begins.tolist() == [one["begin"] for one in expected]
-    assert found.reasons.tolist() == [one["reason"] for one in expected]
-    assert found.heads.tolist() == [one["head"] for one in expected]
-    assert found.lanes.tolist() == [one["lane"] for one in expected]
-    sums = [math.fsum(row.reward for row in one["rows"]) for one in expected]
+    `tests/acceptance/test_histories.py` compares these with a scan of all rows.
+    """
+    found, rows = buffer.episodes, buffer.episodes.rows()
+    number, at = rows["number"], torch.arange(len(found)).repeat_interleave(found.lengths)
+    position, lane = number // lanes, number % lanes
+    assert found.lanes[at].equal(lane)
+    assert found.ids.equal(found.begins * lanes + found.lanes)
+    assert buffer.storage.get(found.index)["number"].equal(number)
+    first = found.lengths.cumsum(0) - found.lengths
+    assert buffer.storage.get(found.starts)["number"].equal(number[first])
     assert found.returns.dtype == torch.float64
-    assert found.returns.tolist() == sums  # eighths: sums of them are exact
-    numbers = [row.number for one in expected for row in one["rows"]]
-    if expected:
-        assert found.rows()["number"].tolist() == numbers
-        assert buffer.storage.get(found.starts)["number"].tolist() == [
-            one["rows"][0].number for one in expected
-        ]
-    for one, wanted in zip(found, expected, strict=True):
-        rows = wanted["rows"]
-        assert one.rows()["number"].tolist() == [row.number for row in rows]
-        assert (one.begin, one.end) == (wanted["begin"], rows[-1].position)
-        assert (one.id, one.length, len(one)) == (wanted["id"], len(rows), len(rows))
-        assert (one.lane, one.evicted) == (wanted["lane"], wanted["evicted"])
-        assert (one.reason, one.head) == (wanted["reason"], wanted["head"])
-        assert one.total_reward == math.fsum(row.reward for row in rows)
+    totals = torch.zeros(len(found), dtype=torch.float64)
+    totals.index_add_(0, at, rows["next", "reward"][:, 0].double())
+    assert found.returns.equal(totals)  # eighths: sums of them are exact
+    last = position[first + found.lengths - 1]
+    for ask, expected in (
+        ("position", position),
+        ("id", found.ids[at]),
+        ("begin", found.begins[at]),
+        ("end", last[at]),
+        ("step", position - found.begins[at]),
+        ("steps_to_end", last[at] - position),
+        ("reason", found.reasons[at]),
+        ("head", found.heads[at]),
+    ):
+        assert getattr(found, ask)(found.index).equal(expected), ask
+    every = found.of(found.index)
+    assert every.ids.equal(found.ids[at])
+    assert every.lengths.equal(found.lengths[at])
+    for i, one in enumerate(found):
+        assert one.rows()["number"].equal(number[at == i])
+        assert (one.begin, one.end, one.lane) == (found.begins[i], last[i], found.lanes[i])
+        assert one.id == found.ids[i]
+        assert one.length == len(one) == found.lengths[i]
+        assert one.evicted == position[first[i]] - one.begin
+        assert (one.reason, one.head) == (found.reasons[i], found.heads[i])
+        assert one.total_reward == totals[i]
         assert one.complete == (one.reason in (1, 2) and one.head == Head.RESET)
-    check_rows(buffer, expected)
 
 
-def check_rows(buffer: ReplayBuffer, expected: list[dict[str, Any]]) -> None:
-    looks, index = buffer.episodes, buffer.episodes.index
-    facts = [(one, at, row) for one in expected for at, row in enumerate(one["rows"])]
-    assert looks.id(index).tolist() == [one["id"] for one, _, _ in facts]
-    assert looks.position(index).tolist() == [row.position for _, _, row in facts]
-    assert looks.begin(index).tolist() == [one["begin"] for one, _, _ in facts]
-    assert looks.end(index).tolist() == [one["rows"][-1].position for one, _, _ in facts]
-    assert looks.step(index).tolist() == [at + one["evicted"] for one, at, _ in facts]
-    assert looks.steps_to_end(index).tolist() == [len(one["rows"]) - 1 - at for one, at, _ in facts]
-    assert looks.reason(index).tolist() == [one["reason"] for one, _, _ in facts]
-    assert looks.head(index).tolist() == [one["head"] for one, _, _ in facts]
-    every = looks.of(index)
-    assert every.ids.tolist() == [one["id"] for one, _, _ in facts]
-    assert every.lengths.tolist() == [len(one["rows"]) for one, _, _ in facts]
-
-
-CODES = st.sampled_from([0, 0, 0, 1, 2])
-REWARDS = st.integers(-20, 20).map(lambda eighths: eighths / 8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 9), st.sampled_from([1, 1, 2, 3]))
-def test_episodes_equal_a_scan_of_the_rows(data: st.DataObject, slots: int, lanes: int) -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(slots * lanes, ndim=1 + (lanes > 1)))
-    model = Model(slots, lanes)
-    for _ in range(data.draw(st.integers(1, 6))):
-        kind = data.draw(st.sampled_from(["extend", "extend", "extend", "cut", "empty"]))
-        if kind == "cut" and model.written:
-            lane = data.draw(st.one_of(st.none(), st.integers(0, lanes - 1)))
-            buffer.cut(lane)
-            model.cut(lane)
-        elif kind == "empty":
-            buffer.empty()
-            model.empty()
-        else:
-            steps = data.draw(st.integers(1, 2 * slots))
-            row = st.lists(CODES, min_size=lanes, max_size=lanes)
-            codes = data.draw(st.lists(row, min_size=steps, max_size=steps))
-            row = st.lists(REWARDS, min_size=lanes, max_size=lanes)
-            rewards = data.draw(st.lists(row, min_size=steps, max_size=steps))
-            model.write(codes, rewards)
-            buffer.extend(written(model, codes, rewards))
-        check(buffer, model)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_all_that_is_told_of_episodes_agrees_with_their_rows(lanes: int) -> None:
+    chance = random.Random(lanes)
+    seen: set[tuple[int, int]] = set()
+    for slots in range(1, 10):
+        storage = LazyTensorStorage(slots * lanes, ndim=1 + (lanes > 1))
+        buffer, written = ReplayBuffer(storage=storage), 0
+        for _ in range(8):
+            change = chance.choice(["extend", "extend", "extend", "cut", "empty"])
+            if change == "empty":
+                buffer.empty()
+            elif change == "cut" and written:
+                buffer.cut(chance.choice([None, *range(lanes)]))
+            else:
+                shape = (chance.randint(1, 2 * slots), lanes)
+                number = torch.arange(shape[0] * lanes).view(shape) + written * lanes
+                code = torch.tensor(chance.choices([0, 1, 2], [3, 1, 1], k=number.numel()))
+                code = code.view(shape)
+                ends = {"terminated": code == 1, "truncated": code == 2, "done": code > 0}
+                reward = (number[..., None] * 7 % 41 - 20) / 8
+                data = TensorDict({"number": number, "next": {"reward": reward, **ends}}, shape)
+                buffer.extend(data[:, 0] if lanes == 1 else data.transpose(0, 1))
+                written += shape[0]
+            if len(buffer):
+                check(buffer, lanes)
+                found = buffer.episodes
+                seen |= set(zip(found.reasons.tolist(), found.heads.tolist(), strict=True))
+    assert len(seen) > 10  # pairs of a reason and a head
 
 
 def flags(*done: int, **others: Any) -> TensorDict:
@@ -287,15 +193,6 @@ def test_rows_that_are_not_stored_are_refused(wrong: list[int]) -> None:
         refuses(IndexError, "shape", getattr(buffer.episodes, ask), torch.tensor([[0, 1]]))
 
 
-def test_rewards_of_several_numbers_are_summed_each() -> None:
-    data = flags(0, 0, 1, 0)
-    data["next", "reward"] = torch.arange(8.0).view(4, 2)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
-    buffer.extend(data)
-    assert buffer.episodes.returns.tolist() == [[6.0, 9.0], [6.0, 7.0]]
-    assert buffer.episodes[0].total_reward.tolist() == [6.0, 9.0]
-
-
 def test_sums_are_of_float64_and_stay_with_their_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not differences of one long sum, which an inf or a huge number would spoil; in blocks."""
     monkeypatch.setattr("replaykit.buffer.episodes._BLOCK", 3)
@@ -303,34 +200,32 @@ def test_sums_are_of_float64_and_stay_with_their_episode(monkeypatch: pytest.Mon
     reward = torch.full((20, 1), 0.1)
     reward[2], reward[7], reward[12] = math.inf, math.nan, 3e38
     data["next", "reward"] = reward
-    buffer = ReplayBuffer(storage=LazyTensorStorage(32))
+    buffer, several = (ReplayBuffer(storage=LazyTensorStorage(32)) for _ in range(2))
     buffer.extend(data)
     found = buffer.episodes.returns.tolist()
     assert found[0] == math.inf
     assert math.isnan(found[1])
     assert found[2] == pytest.approx(3e38)
     assert found[3] == pytest.approx(math.fsum([reward[15].item()] * 5), abs=1e-15)
+    data = flags(0, 0, 1, 0)
+    data["next", "reward"] = torch.arange(8.0).view(4, 2)
+    several.extend(data)  # rewards of several numbers are summed each
+    assert several.episodes.returns.tolist() == [[6.0, 9.0], [6.0, 7.0]]
+    assert several.episodes[0].total_reward.tolist() == [6.0, 9.0]
 
 
-def test_without_a_reward_there_is_no_return() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
-    buffer.extend(flags(0, 1).exclude(("next", "reward")))
-    with pytest.raises(KeyError, match="reward"):
-        _ = buffer.episodes.returns
-    with pytest.raises(KeyError, match="reward"):
-        _ = buffer.episodes[0].total_reward
-
-
-def test_buffer_without_rows_has_no_episodes() -> None:
+def test_buffers_without_rewards_rows_or_flags() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     assert (len(buffer.episodes), list(buffer.episodes)) == (0, [])
     assert buffer.episodes.returns.tolist() == []
     assert buffer.episodes.index.tolist() == []
     with pytest.raises(IndexError):
         buffer.episodes.begin(torch.tensor([0]))
-
-
-def test_content_without_episodes_raises_an_error() -> None:
+    buffer.extend(flags(0, 1).exclude(("next", "reward")))
+    with pytest.raises(KeyError, match="reward"):
+        _ = buffer.episodes.returns
+    with pytest.raises(KeyError, match="reward"):
+        _ = buffer.episodes[0].total_reward
     with pytest.raises(RuntimeError, match="ListStorage does not know"):
         _ = ReplayBuffer(storage=ListStorage(8)).episodes
     refuses(RuntimeError, "ListStorage does not know", ReplayBuffer(storage=ListStorage(8)).cut)
