@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from replaykit import (
     LazyTensorStorage,
     ListStorage,
     NStep,
-    RandomSampler,
     RateLimiter,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -31,6 +31,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.errors import RateLimiterTimeout
+from tests.buffer.building import in_threads
 from tests.pace.calls import counts, numbers, started
 from tests.support.refusals import refuses
 
@@ -94,7 +95,8 @@ def test_any_sequence_of_calls_keeps_the_law(seed: int) -> None:
 
 
 def test_a_refused_call_leaves_the_generator_and_the_pass_alone() -> None:
-    def made() -> ReplayBuffer:
+    found: list[list[Any]] = [[], []]
+    for refused, batches in enumerate(found):
         rb = paced(
             RateLimiter.queue(40),
             40,
@@ -103,30 +105,21 @@ def test_a_refused_call_leaves_the_generator_and_the_pass_alone() -> None:
             generator=torch.Generator().manual_seed(1),
         )
         rb.extend(numbers(0, 8))
-        return rb
-
-    one, other = made(), made()
-    found = [one.sample()["number"].tolist() for _ in range(2)]
-    with pytest.raises(RateLimiterTimeout):
-        one.sample(timeout=0)
-    wanted = [other.sample()["number"].tolist() for _ in range(2)]
-    one.extend(numbers(8, 4))
-    other.extend(numbers(8, 4))
-    assert [*found, one.sample()["number"].tolist()] == [*wanted, other.sample()["number"].tolist()]
+        batches += [rb.sample()["number"].tolist() for _ in range(2)]
+        if refused:
+            refuses(RateLimiterTimeout, "sample", rb.sample, timeout=0)
+        rb.extend(numbers(8, 4))
+        batches.append(rb.sample()["number"].tolist())
+    assert found[0] == found[1]
 
 
-def test_bad_rows_are_refused_before_anything_waits() -> None:
-    rb = paced(RateLimiter.queue(2), 4)
-    rb.extend(numbers(0, 2))
-    with pytest.raises(ValueError, match="number"):
-        rb.add(TensorDict({"other": torch.zeros(())}, []))  # would wait without end
-
-
-def test_batches_that_never_fit_are_refused_at_once() -> None:
+def test_calls_that_can_never_succeed_are_refused_before_anything_waits() -> None:
     rb = paced(RateLimiter.queue(4), 9)
     refuses(ValueError, "writes of at most 4 rows", rb.extend, numbers(0, 5))
     refuses(ValueError, "samples of at most 4 rows", rb.sample, 5)
     assert (len(rb), counts(rb)) == (0, (0, 0))
+    rb.extend(numbers(0, 4))
+    refuses(ValueError, "number", rb.add, TensorDict({"other": torch.zeros(())}, []))
 
 
 @pytest.mark.parametrize("call", ["extend", "add", "sample"])
@@ -293,93 +286,50 @@ def test_shutdown_wakes_waiting_threads() -> None:
 def test_rows_that_another_buffer_wrote_are_seen() -> None:
     storage = LazyTensorStorage(9)
     rb, other = paced(RateLimiter.min_size(3), storage=storage), ReplayBuffer(storage=storage)
-    got: list[Any] = []
-    reader = started(lambda: got.append(rb.sample(2)))
+    reader = started(lambda: rb.sample(2))
     waits(rb, reader)
     other.extend(numbers(0, 3))
     reader.join(60)
-    assert len(got[0]) == 2
+    assert counts(rb)[1] == 2
 
 
 @pytest.mark.parametrize(
     ("ratio", "least", "error"), [(1.0, 4, 24.0), (3.0, 10, 60.0), (0.5, 6, 24.0)]
 )
 def test_many_threads_never_break_the_law(ratio: float, least: int, error: float) -> None:
-    """Each call that returned is counted by the threads themselves; what they have counted is
-    within the bounds whenever it is looked at."""
+    """The counts are within the bounds whenever they are looked at."""
     rb = paced(RateLimiter(ratio, least, error), 5000)
-    lock = threading.Lock()
-    done = {"inserts": 0, "samples": 0}
-    target = 300
-    broken: list[Any] = []
 
-    def write(seed: int) -> None:
-        chance = random.Random(seed)
-        while not stop.is_set():
-            n = chance.randint(1, 4)
-            try:
-                rb.extend(numbers(0, n), timeout=0.2)
-            except RateLimiterTimeout:
-                continue
-            with lock:
-                done["inserts"] += n
+    def write() -> None:
+        for n in [1, 2, 3, 4] * 12:
+            rb.extend(numbers(0, n), timeout=60)
 
-    def read(seed: int) -> None:
-        chance = random.Random(seed)
-        while not stop.is_set():
-            n = chance.randint(1, 6)
-            try:
-                rb.sample(n, timeout=0.2)
-            except RateLimiterTimeout:
-                continue
-            with lock:
-                done["samples"] += n
+    def read() -> None:
+        for n in [1, 2, 3] * int(20 * ratio):
+            rb.sample(n, timeout=60)
 
-    def look() -> None:
-        while not stop.is_set():
-            assert rb._pace is not None
-            state = rb._pace.state()
-            diff = state["inserts"] * ratio - state["samples"]
-            if state["samples"] and not ratio * least - error <= diff <= ratio * least + error:
-                broken.append(state)
-            time.sleep(0.001)
-
-    stop = threading.Event()
-    threads = [started(lambda s=s: write(s)) for s in range(3)]  # type: ignore[misc]
-    threads += [started(lambda s=s: read(s)) for s in range(3)]  # type: ignore[misc]
-    threads.append(started(look))
-    until = time.monotonic() + 120
-    while time.monotonic() < until and min(done.values()) < target:
-        time.sleep(0.01)
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert min(done.values()) >= target
-    assert broken == []
-    assert counts(rb) == (done["inserts"], done["samples"])
+    threads = [started(work) for work in (write, read) * 3]
+    while any(thread.is_alive() for thread in threads):
+        inserts, samples = counts(rb)
+        diff = inserts * ratio - samples
+        assert not samples or ratio * least - error <= diff <= ratio * least + error
+        time.sleep(0.001)
+    assert counts(rb) == (360, 360 * ratio)
 
 
 def test_a_queue_delivers_each_row_once() -> None:
     rb = paced(RateLimiter.queue(16), 16, consume_after_n_samples=1)
     got: list[int] = []
-    lock = threading.Lock()
 
     def write(first: int) -> None:
         for at in range(first, first + 90, 3):
-            rb.extend(numbers(at, 3))
+            rb.extend(numbers(at, 3), timeout=60)
 
     def read() -> None:
         for _ in range(30):
-            batch = rb.sample(3)["number"].tolist()
-            with lock:
-                got.extend(batch)
+            got.extend(rb.sample(3, timeout=60)["number"].tolist())
 
-    threads = [started(lambda n=n: write(90 * n)) for n in range(3)]  # type: ignore[misc]
-    threads += [started(read) for _ in range(3)]
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    in_threads(*(partial(write, 90 * n) for n in range(3)), *[read] * 3)
     assert sorted(got) == list(range(270))
     assert counts(rb) == (270, 270)
     assert len(rb) == 0
@@ -504,17 +454,11 @@ def test_a_forked_copy_counts_by_itself() -> None:
     assert counts(rb) == (18, 11)
 
 
-# -- processes that share it ----------------------------------------------------------------------
-
-
 def test_a_recovered_buffer_begins_with_its_rows(tmp_path: Path) -> None:
-    for rows in (0, 6):
-        rb = paced(
-            RateLimiter.queue(8),
-            storage=LazyMemmapStorage(8, scratch_dir=tmp_path / "rows", recover=True),
-            sampler=RandomSampler(),
-        )
-        assert counts(rb) == (rows, 0)
-        rb.extend(numbers(0, 6 if not rows else 2), timeout=0)
+    for stored in (0, 6):
+        storage = LazyMemmapStorage(8, scratch_dir=tmp_path / "rows", recover=True)
+        rb = paced(RateLimiter.queue(8), storage=storage)
+        assert counts(rb) == (stored, 0)
+        rb.extend(numbers(0, 2 if stored else 6), timeout=0)
         rb.shutdown()
-        del rb
+        del rb, storage

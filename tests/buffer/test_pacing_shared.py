@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import random
@@ -45,6 +46,18 @@ def write(rb: ReplayBuffer, total: int) -> None:
         rb.extend(numbers(at, 3), timeout=60)
 
 
+def ended(process: Any, code: int) -> None:
+    process.join(60)
+    assert process.exitcode == code
+
+
+def begun(processes: list[Any], context: Any, target: Any, *given: Any) -> Any:
+    process = context.Process(target=target, args=given)
+    processes.append(process)
+    process.start()
+    return process
+
+
 def read(rb: ReplayBuffer, total: int) -> None:
     for _ in range(0, total, 4):
         rb.sample(4, timeout=60)
@@ -53,16 +66,15 @@ def read(rb: ReplayBuffer, total: int) -> None:
 def test_processes_keep_each_others_pace(context: Any, processes: list[Any]) -> None:
     ratio, least, error = 2, 10, 40
     rb = shared(RateLimiter(ratio, least, error))
-    work = [(write, 150), (write, 150), (read, 300), (read, 300)]
-    for target, total in work:
-        processes.append(context.Process(target=target, args=(rb, total)))
-        processes[-1].start()
+    for target, total in [(write, 150), (write, 150), (read, 300), (read, 300)]:
+        begun(processes, context, target, rb, total)
     while any(process.is_alive() for process in processes):
         inserts, samples = counts(rb)
         if samples:
             assert ratio * least - error <= inserts * ratio - samples <= ratio * least + error
         time.sleep(0.001)
-    assert [process.exitcode for process in processes] == [0] * 4
+    for process in processes:
+        ended(process, 0)
     assert counts(rb) == (301, 600)
     assert rb.write_count == 301
 
@@ -105,8 +117,8 @@ def test_repeatedly_killed_processes_do_not_break_the_law(processes: list[Any]) 
     assert kills > 100
 
 
-def tell_when_waiting(rb: ReplayBuffer, ready: Any) -> None:
-    """Sets the event when a call has been refused twice: it looks a third time, since it waits."""
+def call_for_ever(rb: ReplayBuffer, ready: Any, side: str) -> None:
+    """Set the event when the call has been refused twice: it looks a third time as it waits."""
     size, looks = rb.__len__, [0]
 
     def looked() -> int:
@@ -116,34 +128,23 @@ def tell_when_waiting(rb: ReplayBuffer, ready: Any) -> None:
         return size()
 
     rb.__len__ = looked  # type: ignore[method-assign]
+    rb.sample(4) if side == "sample" else rb.extend(numbers(0, 4))
 
 
-def sample_for_ever(rb: ReplayBuffer, ready: Any) -> None:
-    tell_when_waiting(rb, ready)
-    rb.sample(4)
-
-
-def insert_for_ever(rb: ReplayBuffer, ready: Any) -> None:
-    tell_when_waiting(rb, ready)
-    rb.extend(numbers(0, 4))
-
-
-@pytest.mark.parametrize("side", [insert_for_ever, sample_for_ever])
+@pytest.mark.parametrize("side", ["extend", "sample"])
 def test_killed_waiting_process_does_not_block_others(
-    side: Any, context: Any, processes: list[Any]
+    side: str, context: Any, processes: list[Any]
 ) -> None:
     rb = shared(RateLimiter.queue(6), 60)
-    if side is insert_for_ever:
+    if side == "extend":
         rb.extend(numbers(0, 5))
     ready = context.Event()
-    process = context.Process(target=side, args=(rb, ready))
-    processes.append(process)
-    process.start()
+    process = begun(processes, context, call_for_ever, rb, ready, side)
     assert ready.wait(60)
     process.kill()
-    process.join(60)
+    ended(process, -signal.SIGKILL)
     before = counts(rb)
-    assert before == ((6, 0) if side is insert_for_ever else (1, 0))
+    assert before == ((6, 0) if side == "extend" else (1, 0))
     rb.sample(1, timeout=60)
     for _ in range(20):
         rb.extend(numbers(0, 1), timeout=60)
@@ -168,11 +169,7 @@ def test_unfinished_call_of_a_killed_process_is_not_counted(
     rb = shared(RateLimiter.queue(6), 60)
     if call == "sample":
         rb.extend(numbers(0, 5))
-    process = context.Process(target=die_in, args=(rb, call))
-    processes.append(process)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    ended(begun(processes, context, die_in, rb, call), -signal.SIGKILL)
     if call == "sample":  # its four rows are there for others
         assert len(rb.sample(6, timeout=60)) == 6
     else:
@@ -186,12 +183,8 @@ def test_zero_timeout_ignores_calls_of_killed_processes(call: str, processes: li
     rb = shared(RateLimiter.queue(6), 60)
     if call != "extend":
         rb.extend(numbers(0, 5))
-    died_in = "extend" if call == "extend" else "sample"
-    process = multiprocessing.get_context("fork").Process(target=die_in, args=(rb, died_in))
-    processes.append(process)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    died_in, context = call.removeprefix("can_"), multiprocessing.get_context("fork")
+    ended(begun(processes, context, die_in, rb, died_in), -signal.SIGKILL)
     if call == "sample":
         assert len(rb.sample(6, timeout=0)) == 6
     elif call == "extend":
@@ -220,8 +213,6 @@ def test_unfinished_call_of_a_living_process_is_counted() -> None:
 
 
 def test_copy_counts_separately() -> None:
-    import copy
-
     rb = shared(RateLimiter.queue(6), 60)
     mine = copy.deepcopy(rb)
     mine.extend(numbers(0, 3))

@@ -61,6 +61,32 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(ahead, "_make", later)
 
 
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Threads begin to read batches when the event is set."""
+    may, make = threading.Event(), ahead._make
+    monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))
+    return may
+
+
+def same_in_any_timing(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Any, Callable[[Any, int], None]]]
+) -> None:
+    """Compare the batches of two runs, each of which is a buffer and what follows a batch."""
+    runs = []
+    for seed in (0, 1):
+        with monkeypatch.context() as patched:
+            slowed(patched, seed)
+            rb, change = run()
+            found = []
+            for step in range(12):
+                found.append(rb.sample())
+                change(found[-1], step)
+            rb.shutdown()
+        runs.append(found)
+    for pair in zip(*runs, strict=True):
+        same(*pair)
+
+
 def learn(rb: ReplayBuffer, batch: Any, step: int) -> None:
     rb.update_tensordict_priority(batch.set("td_error", (batch["id"] * 7 % 11).float()))
     rb.extend(rows(ROWS + 16 * step))
@@ -112,21 +138,12 @@ WORK: dict[str, tuple[Callable[[], Sampler], Callable[[ReplayBuffer, Any, int], 
 def test_thread_timing_does_not_change_the_batches(
     depth: int, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = []
-    for seed in (0, 1):
-        with monkeypatch.context() as patched:
-            slowed(patched, seed)
-            sampler, change = WORK[work]
-            rb = made(sampler(), depth)
-            found = []
-            for step in range(12):
-                batch = rb.sample()
-                change(rb, batch, step)
-                found.append(batch)
-            rb.shutdown()
-        runs.append(found)
-    for pair in zip(*runs, strict=True):
-        same(*pair)
+    def run() -> Any:
+        sampler, change = WORK[work]
+        rb = made(sampler(), depth)
+        return rb, lambda batch, step: change(rb, batch, step)
+
+    same_in_any_timing(monkeypatch, run)
 
 
 def test_scheduler_steps_apply_to_later_draws_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,33 +167,28 @@ def test_scheduler_steps_apply_to_later_draws_in_order(monkeypatch: pytest.Monke
 def test_writes_to_ensemble_members_affect_later_draws(
     nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = []
-    for seed in (0, 1):
-        with monkeypatch.context() as patched:
-            slowed(patched, seed)
-            members = [made(PrioritizedSampler(ROWS, 0.7, 0.5), None) for _ in range(2)]
-            inside: list[Any] = list(members)
-            if nested:
-                inside = [members[0], ReplayBufferEnsemble(members[1], batch_size=4)]
-            rb = ReplayBufferEnsemble(
-                *inside, batch_size=16, prefetch=2, generator=torch.Generator().manual_seed(0)
-            )
-            found = []
-            for step in range(10):
-                found.append(rb.sample())
-                for number, member in enumerate(members):
-                    member.extend(rows(ROWS + 16 * step + 3 * number))
-                    member.update_priority(torch.arange(8), 1.0 + step + number)
-            rb.shutdown()
-        runs.append(found)
-    for pair in zip(*runs, strict=True):
-        same(*pair)
+    def run() -> Any:
+        members = [made(PrioritizedSampler(ROWS, 0.7, 0.5), None) for _ in range(2)]
+        inside: list[Any] = list(members)
+        if nested:
+            inside = [members[0], ReplayBufferEnsemble(members[1], batch_size=4)]
+        rb = ReplayBufferEnsemble(
+            *inside, batch_size=16, prefetch=2, generator=torch.Generator().manual_seed(0)
+        )
+
+        def change(batch: Any, step: int) -> None:
+            for number, member in enumerate(members):
+                member.extend(rows(ROWS + 16 * step + 3 * number))
+                member.update_priority(torch.arange(8), 1.0 + step + number)
+
+        return rb, change
+
+    same_in_any_timing(monkeypatch, run)
 
 
 def test_writes_do_not_wait_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write reads the batches that are drawn and not read; each has the rows as of its draw."""
-    may, make = threading.Event(), ahead._make
-    monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))
+    may = held_up(monkeypatch)
     late, direct = (made(PrioritizedSampler(ROWS, 0.7, 0.5), depth) for depth in (2, None))
     expected = [direct.sample() for _ in range(3)]
     try:
@@ -196,8 +208,7 @@ def test_rows_that_another_buffer_overwrites_before_they_are_read_are_not_delive
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two buffers over a storage do not know of each other's draws."""
-    may, make = threading.Event(), ahead._make
-    monkeypatch.setattr(ahead, "_make", lambda *given: (may.wait(20), make(*given)))
+    may = held_up(monkeypatch)
     storage = LazyTensorStorage(ROWS)
     rb, other = (
         made(PrioritizedSliceSampler(ROWS, 0.7, 0.5, slice_len=4), storage=storage),

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from replaykit import (
     TensorStorage,
 )
 from replaykit.storages import shared_storage
+from tests.buffer.building import eventually
 from tests.storages.sharing import another, shown
 from tests.support.refusals import refuses
 
@@ -41,6 +41,11 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def rows(first: int, count: int) -> TensorDict:
     number = torch.arange(first, first + count)
     return TensorDict({"number": number, "next": {"done": number % 4 == 3}}, [count])
+
+
+def made(slots: int = 10, *, shared: bool = True) -> ReplayBuffer:
+    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
+    return ReplayBuffer(storage=LazyTensorStorage(slots), sampler=sampler, shared=shared)
 
 
 def folder_of(buffer: ReplayBuffer) -> Path:
@@ -93,11 +98,7 @@ def test_parts_cannot_be_exchanged() -> None:
 
 
 def test_shared_storage_accepts_one_buffer_only() -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(10),
-        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
-        shared=True,
-    )
+    buffer = made()
     refuses(ValueError, "no other buffer shares", ReplayBuffer, storage=buffer.storage, shared=True)
     refuses(RuntimeError, "one buffer", ReplayBuffer, storage=buffer.storage)
     buffer.extend(rows(0, 3))
@@ -105,35 +106,33 @@ def test_shared_storage_accepts_one_buffer_only() -> None:
 
 
 def test_folder_in_use_is_refused_and_a_free_one_is_accepted(tmp_path: Path) -> None:
-    def made(**options: Any) -> ReplayBuffer:
-        return ReplayBuffer(
-            storage=LazyMemmapStorage(10, scratch_dir=tmp_path, **options), shared=True
-        )
+    def mapped(**options: Any) -> ReplayBuffer:
+        storage = LazyMemmapStorage(10, scratch_dir=tmp_path, **options)
+        return ReplayBuffer(storage=storage, shared=True)
 
-    buffer = made()
+    buffer = mapped()
     buffer.extend(rows(0, 3))
-    refuses(RuntimeError, "in use", made, existsok=True)
+    refuses(RuntimeError, "in use", mapped, existsok=True)
     assert buffer["number"].tolist() == [0, 1, 2]
     del buffer
     gc.collect()
-    again = made()
+    again = mapped()
     refuses(RuntimeError, r"\.memmap", again.extend, rows(5, 1))
     del again
     gc.collect()
-    last = made(existsok=True)
+    last = mapped(existsok=True)
     last.extend(rows(5, 1))
     assert last["number"].tolist() == [5]
+    del last
+    gc.collect()
+    assert (tmp_path / "records.memmap").exists()
 
 
 # -- what others see ------------------------------------------------------------------------------
 
 
 def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(10),
-        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
-        shared=True,
-    )
+    buffer = made()
     other = another(buffer)
     buffer.extend(rows(0, 2))
     more = rows(2, 2)
@@ -146,8 +145,7 @@ def test_a_priority_is_no_column_where_another_process_wrote_first() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
 def test_copies_of_a_shared_buffer_are_separate(copied: Any) -> None:
-    sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, shared=True)
+    buffer = made()
     buffer.extend(rows(0, 3))
     before, own = shown(buffer), copied(buffer)
     own.extend(rows(3, 4))
@@ -206,11 +204,7 @@ def _writes(buffer: ReplayBuffer, stop: Any) -> None:
 
 @needs_fork
 def test_a_save_while_another_process_writes_is_of_one_instant(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(70),
-        sampler=PrioritizedSampler(alpha=1.0, beta=1.0),
-        shared=True,
-    )
+    buffer = made(70)
     buffer.extend(rows(0, 7))
     context = multiprocessing.get_context("fork")
     stop = context.Event()
@@ -220,9 +214,7 @@ def test_a_save_while_another_process_writes_is_of_one_instant(tmp_path: Path) -
         counts = set()
         for _ in range(8):
             buffer.dumps(tmp_path / "saved")
-            found = ReplayBuffer(
-                storage=LazyTensorStorage(70), sampler=PrioritizedSampler(alpha=1.0, beta=1.0)
-            )
+            found = made(70, shared=False)
             found.loads(tmp_path / "saved")
             counts.add(found.write_count)
             order = found.storage.ledger.write_order()
@@ -257,14 +249,6 @@ def test_the_last_one_removes_a_private_folder(kind: Any) -> None:
     assert not folder.exists()
 
 
-def test_named_folder_stays_after_the_last_buffer(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), shared=True)
-    buffer.extend(rows(0, 3))
-    del buffer
-    gc.collect()
-    assert (tmp_path / "records.memmap").exists()
-
-
 _HEAD = """
 import multiprocessing, os, sys, time
 import torch
@@ -281,43 +265,33 @@ print(buffer.storage.recovery.home.folder.parent, flush=True)
 buffer.extend(torch.arange(2))
 """
 
+_JOINED = """
+multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
+"""
+
+_LEFT = """
+hear, told = os.pipe()
+if not os.fork():
+    os.close(told)
+    os.read(hear, 1)  # the parent is gone
+    work(buffer)
+    sys.exit()
+"""
+
 
 @needs_fork
-def test_ending_parent_keeps_the_folder_until_its_children_end(run_python: Any) -> None:
-    """The end of a script joins its processes: what they have yet to open is there until then."""
-    script = """
-    multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
-    """
-    folder, said = run_python(_HEAD + textwrap.dedent(script)).stdout.split()
+@pytest.mark.parametrize("script", [_JOINED, _LEFT], ids=["joined", "left"])
+def test_folder_stays_until_children_end_after_the_parent(script: str, run_python: Any) -> None:
+    """The end of a script joins its processes, but not a child that it has forked itself."""
+    folder, said = run_python(_HEAD + script).stdout.split()
     assert said == "wrote"
-    assert not Path(folder).exists()
-
-
-@needs_fork
-def test_a_parent_that_exits_first_leaves_the_folder_to_its_child(run_python: Any) -> None:
-    script = """
-    hear, told = os.pipe()
-    if not os.fork():
-        os.close(told)
-        os.read(hear, 1)  # the parent is gone
-        work(buffer)
-        sys.exit()
-    """
-    folder, said = run_python(_HEAD + textwrap.dedent(script)).stdout.split()
-    assert said == "wrote"
-    until = time.monotonic() + 30
-    while Path(folder).exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not Path(folder).exists()
+    assert eventually(lambda: not Path(folder).exists())
 
 
 def test_next_buffer_removes_folders_of_killed_processes(
     monkeypatch: pytest.MonkeyPatch, run_python: Any
 ) -> None:
-    script = """
-    os.kill(os.getpid(), 9)
-    """
-    done = run_python(_HEAD + textwrap.dedent(script), check=False)
+    done = run_python(_HEAD + "os.kill(os.getpid(), 9)", check=False)
     folder = Path(done.stdout.strip())
     assert folder.exists()
     used = ReplayBuffer(storage=LazyTensorStorage(10), shared=True)
