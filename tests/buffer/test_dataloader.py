@@ -125,11 +125,13 @@ def test_with_drop_last_ranks_have_equally_many_whole_batches(batch_size: int) -
 
 def test_epochs_differ_in_order_and_are_reproducible() -> None:
     rb = filled(SamplerWithoutReplacement())
-    loader, again = rb.dataloader(seed=1), rb.dataloader(seed=1)
+    loader, again, stopped = (rb.dataloader(seed=1) for _ in range(3))
     epochs = [ids(loader) for _ in range(3)]
     assert [ids(again) for _ in range(3)] == epochs
     assert len({str(epoch) for epoch in epochs}) == 3
     assert ids(rb.dataloader(seed=2)) != epochs[0]
+    assert ids(itertools.islice(stopped, 2)) == epochs[0][:2]
+    assert ids(stopped) == epochs[1]
 
 
 # -- streams --------------------------------------------------------------------------------------
@@ -165,13 +167,9 @@ def test_loader_draws_by_the_law_of_the_sampler() -> None:
         assert counts.sum() == 10_000
         # 39 degrees of freedom: 1 in 10,000 above 81, and as many below 12.
         assert 12 < statistic < 81
-
-
-def test_a_stream_without_steps_has_no_end() -> None:
-    rb = filled()
-    loader = rb.dataloader()
-    assert len(list(itertools.islice(loader, 60))) == 60
-    refuses(TypeError, "is not known in advance", len, loader)
+    endless = filled().dataloader()
+    assert len(list(itertools.islice(endless, 60))) == 60
+    refuses(TypeError, "is not known in advance", len, endless)
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -263,15 +261,6 @@ def test_iteration_continues_from_its_saved_state(kind: str, workers: int) -> No
                 same(left, right)
 
 
-def test_next_epoch_follows_an_abandoned_iteration() -> None:
-    rb = filled(SamplerWithoutReplacement())
-    epochs = rb.dataloader()
-    expected = [ids(epochs) for _ in range(2)]
-    loader = rb.dataloader()
-    assert ids(itertools.islice(loader, 2)) == expected[0][:2]
-    assert ids(loader) == expected[1]
-
-
 def test_workers_that_persist_go_from_epoch_to_epoch() -> None:
     rb = filled(SamplerWithoutReplacement())
     once, loader = rb.dataloader(), rb.dataloader(workers=2, persistent_workers=True)
@@ -281,23 +270,18 @@ def test_workers_that_persist_go_from_epoch_to_epoch() -> None:
     refuses(RuntimeError, "no writes during an iteration, got 3 rows written", list, loader)
 
 
-def test_the_state_of_other_batches_is_refused() -> None:
+@pytest.mark.parametrize(
+    "options", [{"seed": 1}, {"batch_size": 3}, {"rank": 1, "world_size": 2}, {"workers": 2}]
+)
+def test_the_state_of_other_batches_is_refused(options: dict[str, Any]) -> None:
     rb = filled()
-    loader = rb.dataloader(steps=5)
+    loader, other = rb.dataloader(steps=5), rb.dataloader(**{"steps": 5, **options})
     list(itertools.islice(loader, 2))
     state = loader.state_dict()
-    others: dict[str, dict[str, Any]] = {
-        "seed": {"seed": 1},
-        "batch_size": {"batch_size": 3},
-        "rank": {"rank": 1, "world_size": 2},
-        "workers": {"workers": 2},
-    }
-    for options in others.values():
-        other = rb.dataloader(**{"steps": 5, **options})
-        refuses(ValueError, "expected the state of a loader with", other.load_state_dict, state)
-        assert (other.epoch, other.step) == (0, 0)
-    with pytest.raises(ValueError, match="expected the state of a loader"):
-        loader.load_state_dict({**state, "step": -1})
+    refuses(ValueError, "expected the state of a loader with", other.load_state_dict, state)
+    assert (other.epoch, other.step) == (0, 0)
+    state["step"] = -1
+    refuses(ValueError, "expected the state of a loader", loader.load_state_dict, state)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------
@@ -327,11 +311,8 @@ def test_writes_while_workers_read_raise_an_error() -> None:
         next(loader)
         change(rb)
         refuses(RuntimeError, "no writes while worker processes read the buffer", next, loader)
-
-
-def test_writes_during_a_pass_raise_an_error() -> None:
     rb = filled(SamplerWithoutReplacement())
-    loader = iter(rb.dataloader())
+    loader = iter(rb.dataloader())  # and during a pass
     next(loader)
     rb.extend(rows(2))
     refuses(RuntimeError, "got 2 rows written", next, loader)

@@ -96,15 +96,12 @@ def test_events_count_the_rows_that_came_and_went(name: str) -> None:
         seen.clear()
     rb.empty()
     assert seen == [Event("evict", stored)]
-
-
-def test_a_batch_beyond_the_capacity_counts_all_rows() -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(rows(4))
-    seen = watched(rb)
-    rb.extend(rows(25))
-    counts = {event.kind: event.count for event in seen}
-    assert (counts["write"], counts["evict"]) == (25, 19)
+    if name == "ring":  # a batch beyond the capacity
+        rb.extend(rows(4))
+        seen.clear()
+        rb.extend(rows(25))
+        counts = Counter({event.kind: event.count for event in seen})
+        assert (counts["write"], counts["evict"]) == (25, 19)
 
 
 def test_loads_cause_no_events_but_their_rows_may_be_evicted(tmp_path: Path) -> None:
@@ -239,11 +236,15 @@ def test_metrics_of_a_buffer_survive_its_checkpoint(dictionary: bool, tmp_path: 
     found = {kind: values.get(f"{kind}/cumulative") for kind in KINDS}
     assert found == {"write": 30, "episode_end": 1, "evict": 22, "sample": None}
     assert [one["write/cumulative"] for one in logged] == [12, 24]
-    if dictionary:
-        other.load_state_dict(rb.state_dict())
-    else:
-        rb.dumps(tmp_path)
-        other.loads(tmp_path)
+
+    def load() -> None:
+        if dictionary:
+            other.load_state_dict(rb.state_dict())
+        else:
+            rb.dumps(tmp_path)
+            other.loads(tmp_path)
+
+    load()
     assert fresh.state_dict() == metrics.state_dict()
     plain = ReplayBuffer(storage=LazyTensorStorage(8))
     plain.load_state_dict(rb.state_dict())
@@ -254,15 +255,9 @@ def test_metrics_of_a_buffer_survive_its_checkpoint(dictionary: bool, tmp_path: 
     broken["_observers"]["Metrics.0"]["sums"] = {"write": "many"}
     refuses(ValueError, r"sums\.write|sums", other.load_state_dict, broken)
     assert fresh.state_dict() == metrics.state_dict()
-
-
-def test_a_number_that_is_not_finite_is_saved(tmp_path: Path) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(8))
-    metrics = Metrics().attach(rb)
     metrics.report({"loss": float("nan"), "norm": float("inf")})
-    rb.dumps(tmp_path)
-    rb.loads(tmp_path)
-    assert str(metrics.get_report()[1]) == "{'loss': [nan], 'norm': [inf]}"
+    load()
+    assert str(fresh.get_report(["loss", "norm"])[1]) == "{'loss': [nan], 'norm': [inf]}"
 
 
 # -- periodic saves -------------------------------------------------------------------------------

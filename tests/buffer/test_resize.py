@@ -64,10 +64,9 @@ def _by_age(rb: ReplayBuffer) -> tuple[list[int], list[int]]:
     if not len(order):
         return [], []
     rows = rb.storage.get(order)
-    times = [int(row["x"]) for row in rows] if isinstance(rows, list) else rows["x"].tolist()
-    return [t[0] if isinstance(t, list) else t for t in times], rb.storage.ledger.positions(
-        order
-    ).tolist()
+    x = torch.stack([row["x"] for row in rows]) if isinstance(rows, list) else rows["x"]
+    times = x[:, 0] if x.ndim > 1 else x
+    return times.tolist(), rb.storage.ledger.positions(order).tolist()
 
 
 def _lengths(times: list[int]) -> list[int]:
@@ -278,10 +277,13 @@ def test_refusals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (9, ValueError, "max_capacity"),
     ):
         refuses(error, text, rb.resize, n)
+
+    def lacks_memory(*_: Any) -> None:
+        raise MemoryError
+
     with monkeypatch.context() as patch:
-        patch.setattr("replaykit.storages.restorable._fill", _raise)
-        with pytest.raises(MemoryError):
-            rb.resize(8)
+        patch.setattr("replaykit.storages.restorable._fill", lacks_memory)
+        refuses(MemoryError, "^$", rb.resize, 8)
     assert (rb[:] == before).all()
     assert (rb.storage.max_size, len(rb)) == (5, 5)
     assert sorted((tmp_path / "rows").rglob("*")) == files
@@ -337,15 +339,10 @@ def test_an_error_at_any_step_is_undone(
     for slots in (4, 20)[: 1 + (name != "moved")]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            with pytest.raises(MemoryError):
-                rb.resize(slots * cells)
+            refuses(MemoryError, "^$", rb.resize, slots * cells)
         assert shown() == before
     rb.extend(_episode(8, 3) if kind == "episodes" else _rows(range(9, 12), 2 * cells - 2))
     assert rb.resize(5 * cells) == (3 if kind == "episodes" else cells)
-
-
-def _raise(*_: Any) -> None:
-    raise MemoryError
 
 
 def test_a_refusal_keeps_prefetched_batches_and_random_numbers() -> None:
@@ -363,9 +360,7 @@ def test_a_refusal_keeps_prefetched_batches_and_random_numbers() -> None:
         found.append([rb.sample()["x"]])
         rb.extend(_episode(3, 4))
         if refused:
-            with pytest.raises(BufferFull, match="at most 3 rows"):
-                rb.resize(3)
-            with pytest.raises(IndexError, match="a stream with stored rows"):
-                rb.empty(lane=9)
+            refuses(BufferFull, "at most 3 rows", rb.resize, 3)
+            refuses(IndexError, "a stream with stored rows", rb.empty, lane=9)
         found[-1] += [rb.sample()["x"] for _ in range(4)]
     assert torch.equal(*map(torch.stack, found))

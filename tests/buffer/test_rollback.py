@@ -111,6 +111,7 @@ def test_saved_state_is_that_of_a_buffer_without_prefetch(
                 buffer.update_priority(torch.arange(4), torch.arange(4.0) + turn)
     assert ahead.sample()["id"].equal(plain.sample()["id"])
     ahead.shutdown()
+    assert equal(ahead.sampler.state_dict(), plain.sampler.state_dict())
     for name in ("_sampler", "_rng"):
         assert equal(ahead.state_dict()[name], plain.state_dict()[name])
 
