@@ -63,15 +63,12 @@ def test_next_gives_none_at_the_end_and_starts_over(prefetch: int | None):
         assert buffer.next() is None
 
 
-def test_iteration_with_replacement_does_not_end():
+def test_iteration_with_replacement_does_not_end_and_needs_a_batch_size():
     buffer = buffer_of(filled=2, batch_size=2)
     for count, _ in enumerate(buffer):
         if count == 20:
             break
     assert all(buffer.next() is not None for _ in range(20))
-
-
-def test_iteration_needs_a_batch_size():
     buffer = buffer_of(filled=2)
     for call in (lambda: iter(buffer), buffer.next):
         refuses(RuntimeError, "batch_size", call)

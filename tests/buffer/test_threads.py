@@ -91,26 +91,12 @@ def test_a_row_is_never_seen_half_written(kind: str, prefetch: int | None, way: 
 @pytest.mark.pitfall("TH3")
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("full", [1.5, pytest.param(30.0, marks=pytest.mark.long)])
 def test_any_mix_of_calls_from_eight_threads_leaves_a_whole_buffer(
-    kind: str, prefetch: int | None, tmp_path: Any
+    kind: str, prefetch: int | None, full: float, tmp_path: Any
 ):
-    """TH3: also setters, ``empty`` and saving; errors are the documented ones only."""
-    _random_mix(kind, prefetch, effort.seconds(1.5), in_threads, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:.*sampler is left out")
-@pytest.mark.long
-@pytest.mark.pitfall("TH3")
-@pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_any_mix_of_calls_for_half_a_minute(kind: str, prefetch: int | None, tmp_path: Any):
-    """TH3: the same for 30 s."""
-    _random_mix(kind, prefetch, 30.0, in_threads, tmp_path)
-
-
-def _random_mix(
-    kind: str, prefetch: int | None, seconds: float, in_threads: Any, path: Any
-) -> None:
+    """Also setters, ``empty`` and saving; errors are the documented ones only."""
+    seconds, path = effort.seconds(full), tmp_path
     make = STORAGES[kind]
     buffer = ReplayBuffer(
         storage=make(12),
