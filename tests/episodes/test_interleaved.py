@@ -1,7 +1,8 @@
-"""Rows of several streams in one ring, told apart by a column, against lists that are scanned."""
+"""The index of rings, of lanes and of interleaved streams against lists that are scanned."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from replaykit.episodes import (
     Head,
     Needs,
 )
+from replaykit.storages.indexing import unravel_index
 from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -67,17 +69,20 @@ class Lane:
 
 
 class Model:
-    """What is to be known of streams, one row after the other."""
+    """What is to be known of streams, one row after the other.
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    ``together``: number of lanes whose rows are written together, at one position.
+    """
+
+    def __init__(self, slots: int, together: int = 1) -> None:
+        self.slots, self.together = slots, together
         self.rows: list[Row] = []
         self.lanes: dict[int, Lane] = {}
         self.joined: set[int] = set()
         self.written = 0
 
     def write(self, key: int, code: int, id_: int, init: bool) -> None:
-        row = Row(self.written, key, code, id_, init)
+        row = Row(self.written // self.together, key, code, id_, init)
         self.written += 1
         if key not in self.lanes:
             self.lanes[key] = Lane(Head.CUT if key in self.joined else Head.RESET)
@@ -199,7 +204,8 @@ def check_laws(buffer: ReplayBuffer, model: Any, laws: list[CountLaw]) -> None:
             assert index.totals(law, kind).tolist() == totals
             if numbers:
                 got = index.find(law, kind, np.arange(len(numbers)))
-                slots = torch.from_numpy(index.element(got.base, got.lane))
+                lanes = buffer.storage.lanes.numel()
+                slots = torch.from_numpy(index.element(got.base, got.lane) // lanes)
                 base = buffer.storage.ledger.positions(slots).tolist()
                 rest = (got.lane, np.array(base), got.rows, got.count, got.rest)
                 assert list(zip(*(part.tolist() for part in rest), strict=True)) == numbers
@@ -207,11 +213,12 @@ def check_laws(buffer: ReplayBuffer, model: Any, laws: list[CountLaw]) -> None:
 
 def set_ends(buffer: ReplayBuffer, codes: list[int]) -> None:
     """Give the stored rows, from the oldest on, other flags: 1 terminated, 2 truncated."""
-    slots = buffer.storage.ledger.write_order()
-    code = torch.zeros(len(slots), dtype=torch.int64)
-    code[slots] = torch.tensor(codes)
+    slots, lanes = buffer.storage.ledger.write_order(), buffer.storage.lanes
+    code = torch.zeros(len(slots), *lanes, dtype=torch.int64)
+    code[slots] = torch.tensor(codes).view(len(slots), *lanes)
+    code = code.transpose(0, -1)
     flags = {"terminated": code == 1, "truncated": code == 2, "done": code > 0}
-    buffer.update_({("next", name): flag[:, None] for name, flag in flags.items()})
+    buffer.update_({("next", name): flag[..., None] for name, flag in flags.items()})
 
 
 def check(buffer: ReplayBuffer, model: Model) -> None:
@@ -219,13 +226,17 @@ def check(buffer: ReplayBuffer, model: Model) -> None:
         assert not model.rows
         return
     index = buffer.storage.episodes
-    assert not index.in_ring
+    assert index.in_ring is (buffer.storage.lane_key is None)
+    assert index.stored_rows() == len(model.rows)
+    if index.in_ring and not model.rows:
+        return
     found, expected = buffer.episodes, model.episodes()
     assert index.lanes == len(model.lanes)
-    assert index.stored_rows() == len(model.rows)
     assert found.lengths.tolist() == [len(model.stored(one)) for one in expected]
     assert found.begins.tolist() == [one.begin for one in expected]
-    assert found.ids.tolist() == [one.begin for one in expected]
+    assert found.ids.tolist() == [
+        one.begin * model.together + one.key * (model.together > 1) for one in expected
+    ]
     assert found.heads.tolist() == [model.head(one) for one in expected]
     assert found.reasons.tolist() == [min(one.code, 3) for one in expected]
     assert [one.evicted for one in found] == [model.gone(one) for one in expected]
@@ -236,43 +247,52 @@ def check(buffer: ReplayBuffer, model: Model) -> None:
 
 
 def check_rows(buffer: ReplayBuffer, model: Model, index: EpisodeIndex) -> None:
-    ledger = buffer.storage.ledger
+    ledger, together = buffer.storage.ledger, model.together
     slots = ledger.write_order()
-    assert ledger.positions(slots).tolist() == [row.position for row in model.rows]
-    time_, lane = index.time_and_lane(slots.numpy())
-    assert index.element(time_, lane).tolist() == slots.tolist()
+    elements = (slots[:, None] * together + torch.arange(together)).flatten()
+
+    def positions(elements: Any) -> list[int]:
+        return ledger.positions(torch.as_tensor(elements) // together).tolist()
+
+    assert positions(elements) == [row.position for row in model.rows]
+    time_, lane = index.time_and_lane(elements.numpy())
+    assert index.element(time_, lane).tolist() == elements.tolist()
     assert index.positions(time_, lane).tolist() == [row.position for row in model.rows]
-    assert index.state() == index.state(slots)  # the second one reads all rows
+    whole, again = index.state(), index.state(slots)  # the second one reads all rows
+    assert {key: np.array(value).tolist() for key, value in whole.items()} == {
+        key: np.array(value).tolist() for key, value in again.items()
+    }
     assert lane.tolist() == [sorted(model.lanes).index(row.key) for row in model.rows]
-    lo, hi = index.bounds(lane)
+    lo, hi = (np.broadcast_to(bound, len(lane)) for bound in index.bounds(lane))
     first, last = index.streams(time_, lane)
     looks = buffer.episodes
     begins, lasts, codes, heads = index.episodes_at(time_, lane)
-    found = index.around(slots.numpy()).tolist()
+    found = index.around(elements.numpy()).tolist()
     assert found == [part.tolist() for part in (time_, lane, begins, lasts, codes, heads)]
     refuses(IndexError, "stored", index.around, np.array([len(model.rows)]))
     numbers = index.rows(CountLaw(1, 0), np.arange(len(model.rows)))
     lanes = [row for key in sorted(model.lanes) for row in model.lanes[key].rows]
-    assert ledger.positions(torch.from_numpy(numbers)).tolist() == [row.position for row in lanes]
+    assert positions(numbers) == [row.position for row in lanes]
     law = CountLaw.strict(2)
     starts = index.eligible_starts(law, time_, lane)
     chosen = index.find(law, WINDOWS, np.arange(int(index.totals(law, WINDOWS).sum())))
     can = index.element(chosen.base + chosen.rest, chosen.lane)
-    assert sorted(slots[torch.from_numpy(starts)].tolist()) == sorted(can.tolist())
+    assert sorted(elements[torch.from_numpy(starts)].tolist()) == sorted(can.tolist())
     assert begins.tolist() == index.begins(time_, lane).tolist()
     assert (index.spans(time_, lane)[0] == np.maximum(begins, lo)).all()
     assert lasts.tolist() == index.spans(time_, lane)[1].tolist()
     assert codes.tolist() == [row.episode.code for row in model.rows if row.episode]
     assert heads.tolist() == [model.head(row.episode) for row in model.rows if row.episode]
-    for newest in (1, len(model.rows)):
-        ended = index.ended_among(ledger.write_order()[-newest:].numpy())
-        got = ledger.positions(torch.from_numpy(index.element(*ended[:2]))).tolist()
-        expected = [row for row in model.rows[-newest:] if row.code]
-        assert sorted(zip(got, ended[2].tolist(), strict=True)) == [
-            (row.position, row.code) for row in expected
+    for newest in (1, len(slots)):
+        ended = index.ended_among(slots[-newest:].numpy())
+        got = positions(index.element(*ended[:2]))
+        expected = [
+            (row.position, row.code) for row in model.rows[-newest * together :] if row.code
         ]
-    steps, rest = looks.step(slots).tolist(), looks.steps_to_end(slots).tolist()
-    begin, end = looks.begin(slots).tolist(), looks.end(slots).tolist()
+        assert sorted(zip(got, ended[2].tolist(), strict=True)) == sorted(expected)
+    cells = elements if buffer.storage.ndim == 1 else unravel_index(elements, buffer.storage.lanes)
+    steps, rest = looks.step(cells).tolist(), looks.steps_to_end(cells).tolist()
+    begin, end = looks.begin(cells).tolist(), looks.end(cells).tolist()
     for at, row in enumerate(model.rows):
         rows = model.lanes[row.key].rows
         nth = rows.index(row)
@@ -297,33 +317,57 @@ ROW = st.tuples(
 FRESH = st.tuples(st.integers(0, 40), st.sampled_from([0, 0, 1]), st.just(0), st.just(True))
 
 
-@pytest.mark.parametrize("rows", [ROW, FRESH], ids=["environments", "trajectories"])
-@pytest.mark.parametrize("behind", [False, True])
-def test_streams_equal_a_scan_of_the_rows(
-    rows: Any, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+LAYOUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "ring": (ROW, ()),
+    "lanes": (ROW, (2,)),
+    "grid": (ROW, (2, 3)),
+    "environments": (ROW, ()),
+    "trajectories": (FRESH, ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "behind"),
+    [*((name, False) for name in LAYOUTS), ("environments", True), ("trajectories", True)],
+)
+def test_index_equals_a_scan_of_the_rows(
+    layout: str, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Writes of any size, flags, ids, cuts, edits, restarts and clears, in any order."""
     if behind:  # small writes are noted together also in small rings
         monkeypatch.setattr("replaykit.episodes.index._BEHIND", 4)
         monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
     monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
-    kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load"]
+    kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load", "state"]
+    rows, lanes = LAYOUTS[layout]
+    together, streams = math.prod(lanes), layout in ("environments", "trajectories")
+
+    def fresh(slots: int) -> ReplayBuffer:
+        options: Any = {"lane_key": "env"} if streams else {"ndim": 1 + len(lanes)}
+        return ReplayBuffer(storage=LazyTensorStorage(slots * together, **options))
 
     @settings(max_examples=40, deadline=None)
     @given(st.data(), st.integers(8, 13) if behind else st.integers(1, 9))
     def run(data: st.DataObject, slots: int) -> None:
-        buffer = ReplayBuffer(storage=LazyTensorStorage(slots, lane_key="env"))
-        model = Model(slots)
+        buffer, model = fresh(slots), Model(slots * together, together)
         for _ in range(data.draw(st.integers(1, 12))):
             kind = data.draw(st.sampled_from(kinds))
             if kind in ("extend", "add"):
                 most = 1 if kind == "add" else 3 * slots
                 written = data.draw(st.lists(rows, min_size=1, max_size=most))
+                if not streams:
+                    written = [
+                        (lane, *written[(at + lane) % len(written)][1:])
+                        for at in range(len(written))
+                        for lane in range(together)
+                    ]
                 for row in written:
                     model.write(*row)
+                made = batch(written).reshape(-1, *lanes).transpose(0, len(lanes))
                 if kind == "add":
-                    buffer.add(batch(written)[0])
+                    buffer.add(made[..., 0])
                 else:
-                    buffer.extend(batch(written))
+                    buffer.extend(made)
             elif kind == "empty":
                 buffer.empty()
                 model.empty()
@@ -336,10 +380,13 @@ def test_streams_equal_a_scan_of_the_rows(
                 model.cut(key)
             elif model.rows and kind == "edit":
                 edit(buffer, model, data)
-            elif model.rows and kind == "load":
-                buffer.dumps(tmp_path / "saved")
-                buffer = ReplayBuffer(storage=LazyTensorStorage(slots, lane_key="env"))
-                buffer.loads(tmp_path / "saved")
+            elif model.rows and kind in ("load", "state"):
+                saved, buffer = buffer, fresh(slots)
+                if kind == "load":
+                    saved.dumps(tmp_path / "saved")
+                    buffer.loads(tmp_path / "saved")
+                else:
+                    buffer.load_state_dict(saved.state_dict())
                 model.joined = set()
                 model.cut(None, RESTORED)
             if data.draw(st.booleans()):

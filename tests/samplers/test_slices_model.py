@@ -112,7 +112,7 @@ _CHANGES = st.sampled_from(["empty", "load", "edit"])
 
 
 @pytest.mark.pitfall("BD1", "BD3", "BD13", "BD16")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     slots=st.integers(1, 9),
     length=st.integers(1, 3),
