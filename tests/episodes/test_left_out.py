@@ -123,85 +123,58 @@ def batch(given: dict[str, torch.Tensor], shape: list[int], start: int, **others
     )
 
 
-SETTINGS = settings(
+LAYOUTS = {"ring": 1, "lanes": 3, "interleaved": 0, "by stream": 0}
+"""How many lanes there are; 0: some streams."""
+
+UNKNOWN = ("by stream", "storage")
+"""Of how long its lanes are only a writer knows."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [(each, how) for each in LAYOUTS for how in HOW if (each, how) != UNKNOWN]
+)
+@settings(
     max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("how", HOW)
-@SETTINGS
 @given(data=st.data())
-def test_load_into_smaller_rings_and_lanes_keeps_episodes(
-    lanes: int, how: str, tmp_path: Path, data: st.DataObject
+def test_load_into_a_smaller_ring_keeps_episodes(
+    layout: str, how: str, tmp_path: Path, data: st.DataObject
 ) -> None:
+    """Every interleaved stream comes often enough for the smaller ring to know it still."""
+    mixed = layout in ("interleaved", "by stream")
+    streams = data.draw(st.integers(1, 3)) if mixed else LAYOUTS[layout]
     small, large = sorted(data.draw(st.tuples(st.integers(1, 9), st.integers(2, 14))))
-    small = min(small, large)
-
-    def make(slots: int) -> ReplayBuffer:
-        options = {} if lanes == 1 else {"ndim": 2}
-        return ReplayBuffer(
-            storage=LazyTensorStorage(slots * lanes, **options), transform=StepCount()
-        )
-
-    start = 0
-
-    def write(*buffers: ReplayBuffer) -> None:
-        nonlocal start
-        for _ in range(data.draw(st.integers(1, 4))):
-            rows = data.draw(st.integers(1, 7))
-            shape = [rows] if lanes == 1 else [lanes, rows]
-            made = batch(data.draw(codes(rows * lanes)), shape, start)
-            cut = data.draw(st.sampled_from([False, False, True]))
-            for rb in buffers:
-                rb.extend(made)
-                if cut:
-                    rb.cut()
-            start += rows * lanes
-
-    check_loads(make, small, large, write, how, tmp_path, again=data.draw(st.booleans()))
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("by_stream", [False, True])
-@SETTINGS
-@given(data=st.data())
-def test_load_into_smaller_interleaved_rings_keeps_episodes(
-    how: str, by_stream: bool, tmp_path: Path, data: st.DataObject
-) -> None:
-    """Interleaved streams; every one comes often enough for the smaller ring to know it still."""
-    streams = data.draw(st.integers(1, 3))
-    small, large = sorted(data.draw(st.tuples(st.integers(1, 6), st.integers(2, 9))))
-    if not by_stream:
+    if layout == "interleaved":
         small, large = small + 4 * streams, large + 4 * streams
-    if by_stream and how == "storage":
-        how = "files"  # of how long its lanes are only a writer knows
+    start = 0
 
     def make(length: int) -> ReplayBuffer:
-        if not by_stream:
-            storage = LazyTensorStorage(length, lane_key="env")
-            return ReplayBuffer(storage=storage, transform=StepCount())
-        storage = LazyTensorStorage(length * streams, lane_key="env")
-        return ReplayBuffer(storage=storage, writer=LaneWriter(length), transform=StepCount())
-
-    start = 0
+        slots = length if layout == "interleaved" else length * streams
+        options = {"lane_key": "env"} if mixed else {"ndim": 2 if layout == "lanes" else 1}
+        writer = LaneWriter(length) if layout == "by stream" else None
+        storage = LazyTensorStorage(slots, **options)
+        return ReplayBuffer(storage=storage, writer=writer, transform=StepCount())
 
     def write(*buffers: ReplayBuffer) -> None:
         nonlocal start
-        for _ in range(data.draw(st.integers(1, 6))):
-            more = data.draw(st.lists(st.integers(0, streams - 1), max_size=streams))
-            env = data.draw(st.permutations([*range(streams), *more]))
-            rows = len(env)
-            made = batch(data.draw(codes(rows)), [rows], start, env=torch.tensor(env))
-            made["episode"] = torch.zeros(rows, dtype=torch.long)
+        for _ in range(data.draw(st.integers(1, 5))):
+            if mixed:
+                more = data.draw(st.lists(st.integers(0, streams - 1), max_size=streams))
+                env = data.draw(st.permutations([*range(streams), *more]))
+                made = batch(data.draw(codes(len(env))), [len(env)], start, env=torch.tensor(env))
+                made["episode"] = torch.zeros(len(env), dtype=torch.long)
+            else:
+                rows = data.draw(st.integers(1, 7))
+                shape = [streams, rows] if layout == "lanes" else [rows]
+                made = batch(data.draw(codes(rows * streams)), shape, start)
             cut = data.draw(st.sampled_from([False, False, True]))
             for rb in buffers:
                 rb.extend(made)
                 if cut:
-                    rb.cut(0)
-            start += rows
+                    rb.cut(0 if mixed else None)
+            start += made.numel()
 
     check_loads(make, small, large, write, how, tmp_path, again=data.draw(st.booleans()))
 
