@@ -1,4 +1,4 @@
-"""The tree of eligible starts against a model that scans, and draws that need rows around them."""
+"""The tree of eligible starts after any change, and draws that need rows around them."""
 
 from __future__ import annotations
 
@@ -11,53 +11,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import Compose, LazyTensorStorage, ListStorage, PrioritizedSampler, ReplayBuffer
-from replaykit.episodes import CountLaw, EpisodeIndex, Needs
+from replaykit import (
+    Compose,
+    EpisodeWriter,
+    LaneWriter,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+)
+from replaykit.episodes import CountLaw, EpisodeIndex
 from replaykit.errors import NotEnoughData
 from replaykit.samplers.priority_draws import EligiblePriorities
+from replaykit.storages.indexing import unravel_index
 from tests.samplers.building import follows
 from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
-
-# -- a model --------------------------------------------------------------------------------------
-
-
-class History:
-    """All rows that one lane ever had: whether an episode ends with them, whether they are init."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.done: list[bool] = []
-        self.init: list[bool] = []
-        self.forgotten = 0
-        self.joined = False
-
-    def forget(self) -> None:
-        # What comes next was joined in the middle, if an episode was open.
-        self.joined = bool(self.done) and not self.done[-1]
-        self.forgotten = len(self.done)
-
-    def stored(self) -> range:
-        return range(max(self.forgotten, len(self.done) - self.slots), len(self.done))
-
-    def starts(self, law: CountLaw) -> dict[int, bool]:
-        """Of every stored row: whether a window may start with it."""
-        found = {}
-        for row in self.stored():
-            begin = row
-            while begin > self.forgotten and not self.done[begin - 1]:
-                begin -= 1
-            last = row
-            while last < len(self.done) - 1 and not self.done[last]:
-                last += 1
-            first = max(begin, self.stored().start)
-            joined = self.joined and begin == self.forgotten
-            reset = begin == first and self.init[begin] and not joined
-            is_open = not self.done[last]
-            count = law.count(last - first + 1, reset=reset, is_open=is_open)
-            found[row] = 0 <= row - first - (0 if reset else law.past) < count
-        return found
-
 
 laws = st.builds(
     lambda length, right, below, past, future, closed, intact: CountLaw(
@@ -73,114 +43,110 @@ laws = st.builds(
 ).filter(lambda law: law.add < 1)
 
 
-@pytest.fixture(params=["never all rows", "all rows where it is less work"])
-def share(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "never all rows":
-        monkeypatch.setattr("replaykit.samplers.priority_draws._MANY", 0)
+rows_written = st.tuples(
+    st.just("write"),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 5).map(lambda n: n == 0), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+)
+other_steps = st.one_of(
+    st.tuples(st.sampled_from(["update", "edit", "remove"]), st.integers(0, 2**20)),
+    st.tuples(st.just("alpha"), st.sampled_from([0.5, 1.0])),
+    st.tuples(st.just("law"), laws | st.integers(1, 3).map(CountLaw.strict)),
+    st.tuples(st.just("empty"), st.none()),
+)
+
+WRITERS: dict[str, Any] = {
+    "ring": lambda slots: RoundRobinWriter(),
+    "lanes": lambda slots: RoundRobinWriter(),
+    "streams": lambda slots: RoundRobinWriter(),
+    "rings of streams": lambda slots: LaneWriter(slots),
+    "whole episodes": lambda slots: EpisodeWriter(),
+}
 
 
-@pytest.mark.usefixtures("share")
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize("seldom_all", [True, False])
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     slots=st.integers(1, 40),
-    lanes=st.integers(1, 3),
     with_init=st.booleans(),
-    steps=st.lists(
-        st.one_of(
-            st.tuples(
-                st.just("write"),
-                st.lists(
-                    st.tuples(st.integers(0, 5).map(lambda n: n == 0), st.booleans()),
-                    min_size=1,
-                    max_size=12,
-                ),
-            ),
-            st.tuples(st.just("update"), st.integers(0, 2**20)),
-            st.tuples(st.just("edit"), st.integers(0, 2**20)),
-            st.tuples(st.just("alpha"), st.sampled_from([0.5, 1.0])),
-            st.tuples(st.just("law"), laws),
-            st.tuples(st.just("empty"), st.none()),
-        ),
-        min_size=1,
-        max_size=20,
-    ),
-    law=laws,
+    steps=st.lists(st.tuples(rows_written | other_steps, st.booleans()), min_size=1, max_size=20),
+    law=laws | st.integers(1, 3).map(CountLaw.strict),
 )
-def test_tree_matches_scan(
-    slots: int, lanes: int, with_init: bool, steps: Any, law: CountLaw
+def test_tree_that_follows_changes_equals_a_look_at_all_rows(
+    layout: str,
+    seldom_all: bool,
+    slots: int,
+    with_init: bool,
+    steps: Any,
+    law: CountLaw,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    storage = LazyTensorStorage(slots * lanes, ndim=1 if lanes == 1 else 2)
+    """Where starts are is for `tests/episodes/test_interleaved.py`, law by law."""
+    if seldom_all:
+        monkeypatch.setattr("replaykit.samplers.priority_draws._MANY", 0)
+    slots = max(slots, 12) if layout == "whole episodes" else slots
+    lanes = 3 if layout in ("lanes", "rings of streams") else 1
+    streams = layout not in ("ring", "lanes")
+    options: Any = {"lane_key": "env"} if streams else {"ndim": 2 if layout == "lanes" else 1}
     rb = ReplayBuffer(
-        storage=storage,
+        storage=LazyTensorStorage(slots * lanes, **options),
         sampler=PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0, dtype=torch.double),
+        writer=WRITERS[layout](slots),
     )
-    histories = [History(slots) for _ in range(lanes)]
+    sampler: Any = rb.sampler
     tree = EligiblePriorities()
-    for what, given_ in steps:
+    for number, ((what, given_), look) in enumerate(steps):
+        drawn = np.random.default_rng(given_ if isinstance(given_, int) else 0)
         if what == "write":
-            if not len(rb):  # of rows never stored an index says nothing if it was emptied before
-                given_ = given_[:slots]
-            parts = []
-            for lane, history in enumerate(histories):
-                turned = given_[lane % len(given_) :] + given_[: lane % len(given_)]
-                for done, init in turned:
-                    history.done.append(done)
-                    history.init.append(init if with_init else True)
-                columns: dict[str, Any] = {
-                    "next": {"done": torch.tensor([done for done, _ in turned])}
-                }
-                if with_init:
-                    columns["is_init"] = torch.tensor([[init] for _, init in turned])
-                parts.append(TensorDict(columns, batch_size=[len(turned)]))
-            rb.extend(parts[0] if lanes == 1 else torch.stack(parts))
+            given_ = given_[:slots]
+            env, done, init = (torch.tensor(column) for column in zip(*given_, strict=True))
+            if layout == "whole episodes":
+                env, done = (
+                    torch.full_like(env, number),
+                    done & (torch.arange(len(done)) == len(done) - 1),
+                )
+            rows = TensorDict({"env": env, "next": {"done": done}}, [len(env)])
+            if with_init:
+                rows["is_init"] = init[:, None]
+            if layout == "lanes":  # each lane has other rows
+                rows = torch.stack([rows.roll(lane, 0) for lane in range(lanes)])
+            rb.extend(rows)
         elif not len(rb):
             continue
         elif what == "update":
-            drawn = np.random.default_rng(given_)
-            element = drawn.integers(len(rb), size=3)
-            rb.update_priority(_index(element, lanes), torch.tensor(drawn.integers(0, 9, 3) / 4.0))
+            element = torch.from_numpy(drawn.integers(len(rb), size=3))
+            at = unravel_index(element, rb.storage.lanes) if layout == "lanes" else element
+            rb.update_priority(at, torch.tensor(drawn.integers(0, 9, 3) / 4.0))
         elif what == "edit":
-            drawn = np.random.default_rng(given_)
-            lane = int(drawn.integers(lanes))
-            row = int(drawn.choice(list(histories[lane].stored())))
-            histories[lane].done[row] = not histories[lane].done[row]
-            column = rb["next", "done"].clone()  # [T, 1], or [lanes, T, 1]
-            slot = (row - histories[lane].forgotten) % slots
-            column[(slot,) if lanes == 1 else (lane, slot)] = histories[lane].done[row]
-            rb.set_(("next", "done"), column)
+            column = rb["next", "done"].clone()
+            column[tuple(int(drawn.integers(size)) for size in column.shape)] ^= True
+            rb["next", "done"] = column
+        elif what == "remove" and layout in ("rings of streams", "whole episodes"):
+            lane = int(drawn.choice(rb["env"].numpy()))
+            rb.remove_oldest(int(drawn.integers(1, 4)), lane=lane)
         elif what == "alpha":
-            rb.sampler.alpha = given_
+            sampler.alpha = given_
         elif what == "law":
             law = given_
-        else:
+        elif what == "empty":
             rb.empty()
-            for history in histories:
-                history.forget()
-        if not len(rb):
+        if not len(rb) or not look:
             continue
-        sampler: Any = rb.sampler
-        index: EpisodeIndex = storage.episodes
-        found = tree.follow(sampler._table.follow(storage), index, law)
+        index: EpisodeIndex = rb.storage.episodes
+        found = tree.follow(sampler._table.follow(rb.storage), index, law).leaves
         raw = sampler.state_dict()["_priorities"].numpy()
-        expected = np.zeros(len(rb))
-        for lane, history in enumerate(histories):
-            starts = history.starts(law)
-            for row, eligible in starts.items():
-                element = (row - history.forgotten) % slots * lanes + lane
-                expected[element] = raw[element] ** sampler.alpha if eligible else 0.0
-        leaves = found.leaves.numpy()
-        np.testing.assert_allclose(leaves[: len(rb)], expected, rtol=1e-12)
-        assert not leaves[len(rb) :].any()
-
-
-def _index(element: np.ndarray[Any, Any], lanes: int) -> torch.Tensor:
-    if lanes == 1:
-        return torch.from_numpy(element)
-    return torch.from_numpy(np.stack([element // lanes, element % lanes], -1))
+        start = index.eligible_starts(law, *index.time_and_lane(np.arange(len(rb))))
+        expected = np.where(start, raw**sampler.alpha, 0.0)
+        np.testing.assert_allclose(found[: len(rb)], expected, rtol=1e-12)
+        assert not found[len(rb) :].any()
 
 
 # -- prioritized draws where transforms need rows around ------------------------------------------
@@ -223,31 +189,6 @@ def test_rows_without_history_are_not_drawn() -> None:
     assert follows(rb.sample(20_000)["index"], law_of([0, 0, 3, 40, 5, 6, 7, 1, 9, 10]))
 
 
-def test_changing_transforms_and_back_restores_the_law() -> None:
-    rb = needing(8)
-    rb.extend(steps([0, 0, 0, 1, 0, 0, 0, 0], is_init=[False] * 8))
-    p = torch.tensor([1.0, 4, 2, 3, 5, 1, 2, 6])
-    rb.update_priority(torch.arange(8), p)
-    before = rb.sampler.state_dict()["_priorities"]
-    generator = rb._generator
-    assert generator is not None
-    state = generator.get_state()
-    first = rb.sample(1000)["index"]
-    laws = {
-        Needs(past=1): [0, 4, 2, 3, 0, 1, 2, 6],
-        Needs(past=3): [0, 0, 0, 3, 0, 0, 0, 6],
-        Needs(closed=True): [1, 4, 2, 3, 0, 0, 0, 0],
-        Needs(open_future=2): [1, 4, 2, 3, 5, 1, 0, 0],
-    }
-    for needs, expected in laws.items():
-        rb._needs = needs
-        assert follows(rb.sample(20_000)["index"], law_of([float(x) for x in expected]))
-    rb._needs = Needs()
-    assert torch.equal(rb.sampler.state_dict()["_priorities"], before)
-    generator.set_state(state)
-    assert torch.equal(rb.sample(1000)["index"], first)
-
-
 def test_rows_that_arrive_one_at_a_time() -> None:
     rb = needing(10, Needing(past=2))
     for step in range(2):
@@ -270,19 +211,6 @@ def test_zero_weight_of_all_eligible_rows_raises_error() -> None:
     assert not isinstance(raised.value, NotEnoughData)
     rb.update_priority(torch.tensor([2]), torch.tensor([1.0]))
     assert rb.sample(2)["index"].tolist() == [2, 2]
-
-
-def test_saved_and_loaded(tmp_path: Any) -> None:
-    rb = needing(6, Needing(past=1))
-    rb.extend(steps([0] * 8, is_init=[False] * 8))
-    rb.update_priority(torch.arange(6), torch.arange(1.0, 7.0))
-    rb.sample(3)
-    rb.dumps(tmp_path / "saved")
-    other = needing(6, Needing(past=1))
-    other.extend(steps([0, 1], is_init=[True] * 2))
-    other.sample(1)
-    other.loads(tmp_path / "saved")
-    assert follows(other.sample(5000)["index"], law_of([1, 2, 0, 4, 5, 6]))
 
 
 def test_a_storage_that_knows_no_episodes() -> None:

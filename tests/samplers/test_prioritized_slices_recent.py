@@ -172,7 +172,7 @@ def test_importance_weights_undo_the_mix() -> None:
     assert mean == pytest.approx(sum(t for _, t in model.starts) / len(model.starts), rel=0.02)
 
 
-def test_the_law_after_writes_and_updates() -> None:
+def test_the_law_after_writes_updates_and_edits() -> None:
     rb, _ = make({0: [False] * 30}, torch.ones(30), alpha=1.0, recent=(0.5, 4))
     done = [False] * 30
     drawn = np.random.default_rng(7)
@@ -183,6 +183,11 @@ def test_the_law_after_writes_and_updates() -> None:
             rows = {"env": time * 0, "t": time, "next": {"done": torch.tensor(fresh)}}
             rb.extend(TensorDict(rows, [9]))
             done += fresh
+        if step == 3:
+            row = int(drawn.integers(len(done) - 30, len(done)))
+            done[row] = not done[row]
+            flag = torch.tensor([[done[row]]])
+            rb.set_at_(("next", "done"), flag, torch.tensor([row % 30]))
         at = torch.from_numpy(drawn.integers(30, size=6))
         rb.update_priority(at, torch.from_numpy(drawn.random(6) * 5))
         raw = rb.sampler.state_dict()["_priorities"]
