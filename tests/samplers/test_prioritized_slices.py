@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    EpisodeWriter,
+    LaneWriter,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
@@ -418,3 +421,35 @@ def test_slices_follow_the_law_on_cuda(ndim: int, draw: str) -> None:
     data = rb.sample(8)
     assert data["anchor_index"].is_cuda
     assert data["validity_mask"].is_cuda
+
+
+@pytest.mark.parametrize("writer", [lambda: LaneWriter(60), EpisodeWriter])
+def test_streams_have_the_draws_of_a_copy_that_reads_all_rows(writer: Any) -> None:
+    """Rows are written, removed and moved, and priorities set, between draws."""
+    draw = random.Random(0)
+    sampler = PrioritizedSliceSampler(256, 1.0, 0.5, slice_len=3, pad="right")
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(256, lane_key="env"),
+        sampler=sampler,
+        writer=writer(),
+        batch_size=30,
+        generator=torch.Generator().manual_seed(0),
+    )
+    draws = 0
+    for step in range(300):
+        env, count = step, draw.randrange(1, 8)
+        env = env if writer is EpisodeWriter else env % 4
+        done = torch.zeros(count, dtype=torch.bool)
+        done[-1] = draw.random() < 0.3
+        rows = {"env": torch.full((count,), env), "next": {"done": done}}
+        rb.extend(TensorDict(rows, [count]))
+        if draw.random() < 0.3:
+            rb.update_priority(torch.randint(len(rb), (4,)), torch.rand(4) + 0.1)
+        if draw.random() < 0.2:
+            rb.remove_oldest(draw.randrange(1, 4), lane=env)
+        if sampler.can_sample(rb.storage, 30) and draw.random() < 0.5:
+            one, two = copy.deepcopy(rb).sample(), rb.sample()
+            assert torch.equal(one["index"], two["index"])
+            assert torch.equal(one["priority_weight"], two["priority_weight"])
+            draws += 1
+    assert draws > 90
