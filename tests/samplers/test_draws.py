@@ -118,12 +118,6 @@ def test_stratified_counts_are_those_of_the_law(measure: str, count: int) -> Non
         assert abs(counts[start] - count * share) < 2
 
 
-def test_two_items_of_equal_mass_are_drawn_equally_often() -> None:
-    anchors = _anchors(rows([1, 1]), "window", 1)
-    found = stratified(anchors, 1000, torch.Generator().manual_seed(0))
-    assert Counter(_starts(found)) == {(0, 0): 500, (1, 0): 500}
-
-
 def test_lanes_take_turns() -> None:
     data = _lanes([[8], [2] * 4, [4, 4], [5, 3]])
     anchors = _anchors(data, "lane", ndim=2)

@@ -1,4 +1,4 @@
-"""From a raw priority to what a record is drawn by."""
+"""From raw priorities to what records are drawn by, and the table of both."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from replaykit import native
-from replaykit.samplers.priority_rules import PriorityLaw, importance_weights
+from replaykit.samplers import priority_table
+from replaykit.samplers.priority_rules import PriorityLaw
+from replaykit.samplers.priority_table import PriorityTable
 from tests.native import reference
-from tests.support.refusals import refuses
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -37,36 +38,28 @@ def test_powers_have_the_bits_of_the_reference(exponent: float) -> None:
     assert native.power(base, exponent).tobytes() == reference.power(base, exponent).tobytes()
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 3.0])
-def test_zero_priority_has_zero_value(alpha: float) -> None:
-    law = PriorityLaw(alpha, 0.0, torch.float32)
-    assert law.values(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
-    assert law.value_of(0.0) == 0.0
-    assert law.may_be_zero
-
-
-def test_law_knows_if_a_value_can_be_zero() -> None:
-    assert not PriorityLaw(0.7, 1e-8, torch.float32).may_be_zero
-    assert not PriorityLaw(0.0, 1e-300, torch.float32).may_be_zero
-    assert PriorityLaw(5.0, 1e-8, torch.float32).may_be_zero  # 1e-40 is kept as 0
-    assert not PriorityLaw(5.0, 1e-8, torch.float64).may_be_zero
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_check_refuses_priorities_out_of_range(dtype: torch.dtype) -> None:
-    law = PriorityLaw(2.0, 0.0, dtype)
-    law.check(0.0, 1e18)
-    for least, most in ((-1.0, 1.0), (float("nan"), float("nan")), (0.0, float("inf"))):
-        refuses(ValueError, "priorities", law.check, least, most)
-    refuses(ValueError, "power", law.check, 0.0, 1e200)
+def test_many_priorities_are_loaded_as_few_are(dtype: torch.dtype) -> None:
+    """Block by block, and to the bit what updates one after the other give."""
+    count = 2 * priority_table._BLOCK + 5
+    raw = torch.rand(count, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    law = PriorityLaw(0.6, 1e-3, dtype)
 
+    def table() -> PriorityTable:
+        return PriorityTable(law, torch.device("cpu"), smallest=True, within_buffer=True).follow(
+            None
+        )
 
-def test_importance_weights_accept_any_base() -> None:
-    values = torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64)
-    for dtype in DTYPES:
-        weights = importance_weights(values, 2.0, 1.0, dtype)
-        assert (weights.dtype, weights.tolist()) == (dtype, [1.0, 0.5, 0.25])
-        weights = importance_weights(values, torch.tensor([2.0]), 2.0, dtype)
-        assert weights.tolist() == [1.0, 0.25, 0.0625]
-        assert importance_weights(values, values.amin(), 0.0, dtype).tolist() == [1.0, 1.0, 1.0]
-    assert values.tolist() == [2.0, 4.0, 8.0]
+    whole, parts = table(), table()
+    whole.load(law, raw, 1.0)
+    parts.reserve(count)
+    for at in range(0, count, 1000):
+        top = min(count, at + 1000)
+        parts.set(torch.arange(at, top), raw[at:top], top)
+        parts.cover(top, 1.0)
+    assert torch.equal(whole.priorities, parts.priorities)
+    assert torch.equal(whole.values(), parts.values())
+    assert torch.equal(whole.values(), law.values(raw).to(dtype))
+    assert (whole.smallest(), whole.largest()) == (parts.smallest(), parts.largest())
+    draws = [t.draw(1000, torch.Generator().manual_seed(1), False)[0] for t in (whole, parts)]
+    assert torch.equal(*draws)

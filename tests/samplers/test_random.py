@@ -16,7 +16,6 @@ from replaykit import (
     SamplerWithoutReplacement,
 )
 from replaykit.errors import NotEnoughData
-from replaykit.samplers.sampler import drawing_device
 from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
@@ -69,24 +68,12 @@ def test_draws_are_independent_of_one_another() -> None:
     assert chi_square_p(torch.bincount(skewed).tolist()) < SMALLEST_P
 
 
-# -- randomness -----------------------------------------------------------------------------------
-
-SAMPLERS = {"random": RandomSampler, "without replacement": SamplerWithoutReplacement}
-
-
-def test_numbers_are_drawn_where_the_generator_or_the_rows_are() -> None:
-    storage = LazyTensorStorage(3)
-    ReplayBuffer(storage=storage).extend(torch.zeros(3))
-    assert drawing_device(storage, None) == torch.device("cpu")
-    assert drawing_device(storage, _seeded(0)) == torch.device("cpu")
-
-
 # -- errors and the rest --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_nothing_is_drawn_from_an_empty_storage(storage_kind: Any, name: str) -> None:
-    rb = storage_kind.buffer(4, sampler=SAMPLERS[name](), batch_size=2)
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+def test_nothing_is_drawn_from_an_empty_storage(storage_kind: Any, sampler: Any) -> None:
+    rb = storage_kind.buffer(4, sampler=sampler(), batch_size=2)
     assert not rb.can_sample()
     with pytest.raises(NotEnoughData) as caught:
         rb.sample()

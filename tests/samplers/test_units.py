@@ -21,13 +21,6 @@ class WithNext(SampleUnit):
         return both, {"anchor_index": index.repeat_interleave(2)}
 
 
-def test_a_transition_is_the_record_itself() -> None:
-    index, info = torch.tensor([2, 0]), {"a": torch.ones(2)}
-    found, same = Transition().expand(index, info, LazyTensorStorage(3))
-    assert found is index
-    assert same is info
-
-
 def test_a_unit_decides_which_records_a_batch_has(make_rows: Any) -> None:
     rb = ReplayBuffer(
         storage=LazyTensorStorage(5),
