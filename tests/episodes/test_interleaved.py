@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from replaykit import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    PrioritizedSliceSampler,
     ReplayBuffer,
     TensorStorage,
 )
@@ -634,34 +633,6 @@ def test_index_handles_many_and_long_streams() -> None:
             expected[key] for key in sorted(expected)
         ]
         check_consistent(buffer)
-
-
-def test_prioritized_slices_fit_into_streams_that_come_and_go() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sampler = PrioritizedSliceSampler(1000, alpha=1.0, beta=1.0, slice_len=4)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(1000, lane_key="env"),
-        sampler=sampler,
-        batch_size=400,
-        generator=generator,
-    )
-    step = [0] * 4
-    for count in (1000, *[5] * 200):  # few at a time, so that starts are kept up
-        lane = torch.randint(4, (count,), generator=generator)
-        number = []
-        for one in lane.tolist():
-            number.append(step[one])
-            step[one] += 1
-        steps = torch.tensor(number)
-        # Every twenty steps another trajectory, which is a stream of its own.
-        env = lane + 10 * (steps // 20)
-        done = torch.zeros(len(lane), dtype=torch.bool)
-        data = {"env": env, "step": steps, "next": {"done": done}}
-        buffer.extend(TensorDict(data, [len(lane)]))
-        if buffer.can_sample(400):
-            batch = buffer.sample().view(100, 4)
-            assert (batch["env"] == batch["env"][:, :1]).all()
-            assert (batch["step"].diff(dim=1) == 1).all()
 
 
 def test_interleaved_index_stays_within_memory_and_time_bounds() -> None:
