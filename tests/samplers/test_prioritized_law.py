@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
     LazyTensorStorage,
+    ListStorage,
     PrioritizedSampler,
     ReplayBuffer,
 )
@@ -38,6 +40,21 @@ def test_records_are_drawn_by_their_priorities(capacity: int, alpha: float) -> N
     p = torch.rand(capacity, generator=torch.Generator().manual_seed(capacity)) * 3 + 0.05
     buffer = prioritized(p, alpha=alpha)
     assert follows(draws(buffer, 20_000), law(p, alpha))
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage])
+@pytest.mark.parametrize("rows", [7, 12, 17])
+def test_partly_filled_full_and_wrapped_storages_follow_the_law(storage: Any, rows: int) -> None:
+    """Records not stored never take part, and those that took their slots do."""
+    buffer = prioritized(storage=storage(12))
+    for start in range(0, rows, 4):
+        numbers = torch.arange(start, min(start + 4, rows))
+        index = buffer.extend(TensorDict({"x": numbers}, numbers.shape))
+        buffer.update_priority(index, torch.arange(1.0, len(index) + 1) + start / 4)
+    assert follows(draws(buffer, 20_000), law(raw(buffer), 0.7))
+    buffer.empty()
+    buffer.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    assert follows(draws(buffer, 6_000), law([1, 1, 1], 0.7))
 
 
 def test_lanes_draw_records_by_priority() -> None:

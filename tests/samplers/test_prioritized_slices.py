@@ -7,22 +7,27 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    Compose,
     EpisodeWriter,
     LaneWriter,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSliceSampler,
     ReplayBuffer,
+    RoundRobinWriter,
     Sequence,
     SliceSampler,
 )
+from replaykit.buffer.components import set_chain
 from replaykit.errors import NotEnoughData
 from tests.samplers.building import follows
+from tests.samplers.needing import Needing
 from tests.support.refusals import refuses
 
 
@@ -69,18 +74,54 @@ TWO = [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
 # -- the law --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["global", "batch"])
-def test_weights_are_those_of_the_starts(norm: str) -> None:
-    rb = slices(10, alpha=0.7, beta=0.9, eps=0.0, dtype=torch.float64, weight_norm=norm)
+def test_weights_are_those_of_the_starts() -> None:
+    rb = slices(10, alpha=0.7, beta=0.9, eps=0.0, dtype=torch.float64)
     rb.extend(steps(TWO))
     p = torch.tensor([3.0, 1, 50, 0.5, 2, 4, 3, 5, 50, 50])
     rb.update_priority(torch.arange(10), p)
-    data, info = rb.sample(9, return_info=True)
-    start = data["index"].reshape(3, 3)[:, :1].expand(3, 3).reshape(-1)
+    data, info = rb.sample(300, return_info=True)
+    start = data["index"].reshape(100, 3)[:, :1].expand(100, 3).reshape(-1)
     v = p.double() ** 0.7
-    least = v.min() if norm == "global" else v[start].min()
-    torch.testing.assert_close(data["priority_weight"], (v[start] / least) ** -0.9)
+    torch.testing.assert_close(data["priority_weight"], (v[start] / v.min()) ** -0.9)
     assert torch.equal(info["priority_weight"], data["priority_weight"])
+    rb = slices(10, alpha=0.7, beta=0.9, eps=0.0, dtype=torch.float64, weight_norm="batch")
+    rb.extend(steps(TWO))
+    rb.update_priority(torch.arange(10), p)
+    data = rb.sample(6)
+    start = data["index"].reshape(2, 3)[:, :1].expand(2, 3).reshape(-1)
+    torch.testing.assert_close(data["priority_weight"], (v[start] / v[start].min()) ** -0.9)
+
+
+def test_the_law_after_writes_updates_and_edits() -> None:
+    """A ring that wraps several times; after each step chi-square against a scan."""
+    capacity, length = 23, 3
+    rb = slices(capacity, length)
+    drawn = np.random.default_rng(0)
+    done: list[bool] = []
+    for step in range(14):
+        count = int(drawn.integers(1, 12))
+        fresh = drawn.random(count) < 0.2
+        rb.extend(steps(fresh, start=len(done)))
+        done += fresh.tolist()
+        stored = range(max(0, len(done) - capacity), len(done))
+        if step % 3 == 1:
+            row = int(drawn.choice(list(stored)))
+            done[row] = not done[row]
+            rb.set_at_(
+                ("next", "done"), torch.tensor([[done[row]]]), torch.tensor([row % capacity])
+            )
+        at = drawn.integers(len(rb), size=4)
+        rb.update_priority(torch.from_numpy(at), torch.from_numpy(drawn.random(4) * 5))
+        raw = rb.sampler.state_dict()["_priorities"].double()
+        expected = torch.zeros(len(rb), dtype=torch.float64)
+        for row in stored:
+            if row + length <= len(done) and not any(done[row : row + length - 1]):
+                expected[row % capacity] = raw[row % capacity]
+        if not expected.any():
+            assert not rb.can_sample(length)
+            continue
+        assert rb.can_sample(length)
+        assert follows(starts(rb, 4000, length), law_of(expected))
 
 
 def test_given_ends_bound_slices() -> None:
@@ -212,6 +253,20 @@ def test_successive_draws_exclude_earlier_draws(capacity: int) -> None:
             if first != second:
                 law[first, second] = p[first] / 107 * p[second] / (107 - p[first])
     assert follows(pairs[:, 0] * 4 + pairs[:, 1], law.reshape(-1))
+
+
+# -- sequences reference S7, S9, S10, F20, F21 ----------------------------------------------------
+
+
+def test_starts_respect_needs_of_transforms() -> None:
+    rb = slices(12, 2)
+    set_chain(rb, Compose(Needing(past=2, open_future=1)))
+    init = torch.zeros(12, 1, dtype=torch.bool)
+    rb.extend(steps([0, 0, 0, 0, 0, 1] + [0] * 6, is_init=init))
+    p = torch.arange(1.0, 13.0)
+    rb.update_priority(torch.arange(12), p)
+    # Starts from the third row of an episode on; the open one does not use its newest row.
+    assert follows(starts(rb, 8000, 2), law_of([0, 0, 3, 4, 5, 0, 0, 0, 9, 10, 0, 0]))
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -423,11 +478,11 @@ def test_slices_follow_the_law_on_cuda(ndim: int, draw: str) -> None:
     assert data["validity_mask"].is_cuda
 
 
-@pytest.mark.parametrize("writer", [lambda: LaneWriter(60), EpisodeWriter])
-def test_streams_have_the_draws_of_a_copy_that_reads_all_rows(writer: Any) -> None:
+@pytest.mark.parametrize("writer", [RoundRobinWriter, lambda: LaneWriter(60), EpisodeWriter])
+@pytest.mark.parametrize("pad", [None, "right"])
+def test_streams_have_the_draws_of_a_copy_that_reads_all_rows(writer: Any, pad: Any) -> None:
     """Rows are written, removed and moved, and priorities set, between draws."""
-    draw = random.Random(0)
-    sampler = PrioritizedSliceSampler(256, 1.0, 0.5, slice_len=3, pad="right")
+    draw, sampler = random.Random(0), PrioritizedSliceSampler(256, 1.0, 0.5, slice_len=3, pad=pad)
     rb = ReplayBuffer(
         storage=LazyTensorStorage(256, lane_key="env"),
         sampler=sampler,
@@ -435,7 +490,7 @@ def test_streams_have_the_draws_of_a_copy_that_reads_all_rows(writer: Any) -> No
         batch_size=30,
         generator=torch.Generator().manual_seed(0),
     )
-    draws = 0
+    queues, draws = writer is not RoundRobinWriter, 0
     for step in range(300):
         env, count = step, draw.randrange(1, 8)
         env = env if writer is EpisodeWriter else env % 4
@@ -445,7 +500,7 @@ def test_streams_have_the_draws_of_a_copy_that_reads_all_rows(writer: Any) -> No
         rb.extend(TensorDict(rows, [count]))
         if draw.random() < 0.3:
             rb.update_priority(torch.randint(len(rb), (4,)), torch.rand(4) + 0.1)
-        if draw.random() < 0.2:
+        if queues and draw.random() < 0.2:
             rb.remove_oldest(draw.randrange(1, 4), lane=env)
         if sampler.can_sample(rb.storage, 30) and draw.random() < 0.5:
             one, two = copy.deepcopy(rb).sample(), rb.sample()
