@@ -35,17 +35,27 @@ def require_equal(results: list[Any]) -> None:
 @pytest.mark.parametrize("tree_class", TREES)
 @pytest.mark.parametrize("capacity", [1, 8, 9, 65, 513, 4097, 100_003])
 def test_nodes_and_reductions_are_the_same_bits(
-    each_kernel: EachKernel, capacity: int, tree_class: Any, dtype: torch.dtype
+    each_kernel: EachKernel,
+    require_rebuilt: Callable[[Any], None],
+    capacity: int,
+    tree_class: Any,
+    dtype: torch.dtype,
 ) -> None:
     """Over six decades, where another order of additions shows in the last bits."""
 
     def make() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(capacity)
         tree = tree_class(capacity, dtype=dtype)
-        tree.load((10 ** (torch.rand(capacity, generator=generator) * 6 - 3)).to(dtype))
+        leaves = (10 ** (torch.rand(capacity, generator=generator) * 6 - 3)).to(dtype)
+        tree.load(leaves)
+        model = leaves.numpy().copy()
         for count in (3, 100, 3000):
             index = torch.randint(0, capacity, (count,), generator=generator)
-            tree.update(index, torch.rand(count, generator=generator) ** 9)
+            value = (torch.rand(count, generator=generator) ** 9).clamp(min=1e-30)
+            tree.update(index, value)
+            model[index.numpy()] = value.numpy()  # of equal indices, the last one counts
+            require_rebuilt(tree)
+        assert tree.leaves.tolist() == model.tolist()
         start, end = torch.randint(0, capacity + 1, (2, 2000), generator=generator).sort(0).values
         start[:100], end[:600] = 0, capacity
         results = [tree._nodes.clone(), tree.leaves, tree.reduce(start, end)]

@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree, native
+from replaykit import MinSegmentTree, SumSegmentTree, native
 from replaykit.priorities import SegmentTree
-from replaykit.priorities.tree_kernels import Levels, levels_of
+from replaykit.priorities.tree_kernels import levels_of
 from tests.support.refusals import refuses
 
 CAPACITIES = [1, 2, 7, 8, 9, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 100_003, 10**6]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**40 + 1, 2**60]
-
-
-def test_levels_of_a_small_tree() -> None:
-    """100 leaves: 13 nodes, filled up to 16; 2 nodes above them, filled up to 8."""
-    assert levels_of(100) == Levels(100, 104, (13, 2), (0, 16), 24)
-    assert levels_of(64) == Levels(64, 64, (8,), (0,), 8)
-    assert levels_of(65) == Levels(65, 72, (9, 2), (0, 16), 24)
-    assert levels_of(1) == Levels(1, 8, (1,), (0,), 8)
 
 
 @pytest.mark.parametrize("capacity", [*CAPACITIES, *LARGE])
@@ -86,18 +78,6 @@ for capacity in (2**23, 2**23 - 1):
     assert resident() - before < 6 << 20
 """
     run_python(program)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("tree_class", [SumSegmentTree, MinSegmentTree, MaxSegmentTree])
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_tree_memory_is_aligned_to_cache_lines(kernel: str, tree_class: Any, capacity: int) -> None:
-    tree = tree_class(capacity)
-    assert (len(tree), tree.capacity) == (capacity, capacity)
-    assert tree._leaves.data_ptr() % 64 == 0
-    assert tree._nodes.data_ptr() % 64 == 0
-    assert tree.leaves.shape == (capacity,)
-    assert tree.device == torch.device("cpu")
 
 
 def test_invalid_tree_arguments_are_refused(kernel: str) -> None:

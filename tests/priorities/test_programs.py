@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import os
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from replaykit import MaxSegmentTree, MinSegmentTree, SumSegmentTree
 from replaykit.errors import EmptyDistributionError
 from replaykit.priorities.tree_kernels import available_kernels
-from tests import effort
 
 KERNELS = available_kernels()
 F64 = torch.float64
@@ -153,62 +150,3 @@ def test_an_extreme_tree_is_a_list_of_numbers(
 
     with mock.patch.dict(os.environ, {"REPLAYKIT_TREE": name}):
         check()
-
-
-class _Weights:
-    """Integer weights in a list, with the sums of pieces of it: exact, and quick to search."""
-
-    piece = 64
-
-    def __init__(self, capacity: int) -> None:
-        self.weights = [0] * capacity
-        self.pieces = [0] * -(-capacity // self.piece)
-
-    def set(self, at: int, weight: int) -> None:
-        self.pieces[at // self.piece] += weight - self.weights[at]
-        self.weights[at] = weight
-
-    def find(self, x: float) -> int:
-        sums = list(accumulate(self.pieces))
-        first = bisect.bisect_right(sums, x)
-        rest = x - (sums[first - 1] if first else 0)
-        begin = first * self.piece
-        inside = accumulate(self.weights[begin : begin + self.piece])
-        return begin + bisect.bisect_right(list(inside), rest)
-
-
-@pytest.mark.parametrize("capacity", [1, 9, 500, 4097, 30_011])
-def test_a_million_updates_and_searches_equal_a_model(
-    kernel: str, capacity: int, require_rebuilt: Callable[[Any], None]
-) -> None:
-    """Updates and searches in turn, every one of them checked; a million over all parameters."""
-    generator = torch.Generator().manual_seed(capacity)
-    tree, model = SumSegmentTree(capacity), _Weights(capacity)
-    tree[0] = 1
-    model.set(0, 1)
-    for batch in range(effort.cases(110)):
-        count = 256
-        index = torch.randint(0, capacity, (count,), generator=generator)
-        value = torch.randint(0, 200, (count,), generator=generator)
-        value[torch.rand(count, generator=generator) < 0.4] = 0
-        tree.update(index, value if batch % 2 else value.double())
-        for at, weight in zip(index.tolist(), value.tolist(), strict=True):
-            model.set(at, weight)
-        if batch % 7 == 0:
-            start = int(torch.randint(0, capacity, (1,), generator=generator))
-            run = min(100, capacity - start)
-            tree.update_range(start, batch, run)
-            for at in range(start, start + run):
-                model.set(at, batch)
-        total = sum(model.pieces)
-        assert tree.total == total
-        if total:
-            x = (torch.rand(count, generator=generator, dtype=F64) * total).floor()
-            found = tree.find_prefix(x)
-            expected = [model.find(value) for value in x.tolist()]
-            assert found.tolist() == expected
-            index, weight = tree.draw(count, generator=generator)
-            assert weight.tolist() == [model.weights[at] for at in index.tolist()]
-            assert min(weight.tolist()) > 0
-    assert tree.leaves.tolist() == model.weights
-    require_rebuilt(tree)
