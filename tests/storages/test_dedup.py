@@ -83,6 +83,7 @@ class Twins:
             return
         if not self.core:
             once.storage.require().table.native = None
+        assert (once.storage.require().table.native is not None) == self.core
         assert same(dense[:], once[:])
         stored = dense.storage.ledger.length
         cells = torch.arange(stored)

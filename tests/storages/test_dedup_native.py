@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, native
-from replaykit.storages.dedup_memory import NativeObservations
+from replaykit import LazyTensorStorage, ReplayBuffer, native
 from tests.storages.dedup import through
 from tests.support.refusals import refuses
 
@@ -25,25 +24,6 @@ def _with(rows: TensorDict, slots: int, *, core: bool = True, **options: Any) ->
     if not core:
         rb.storage.require().table.native = None
     return rb
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each method was called."""
-    made = {"threads": 0, "gather": 0, "shown": 0}
-
-    def counted(name: str) -> None:
-        method = getattr(NativeObservations, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            made[name] += 1
-            return method(*args, **options)
-
-        monkeypatch.setattr(NativeObservations, name, call)
-
-    for name in made:
-        counted(name)
-    return made
 
 
 def _random_rows(
@@ -90,36 +70,6 @@ def test_core_and_torch_store_equal_rows(
             want = dense.storage.read(index, contiguous=contiguous)
             for storage in (a, b):
                 assert same_rows(want, storage.read(index, contiguous=contiguous))
-
-
-def test_the_core_is_used(calls: dict[str, int]) -> None:
-    rb = _with(through([0, 1, 2]), 50)
-    known = calls["threads"]
-    rb.extend(through([2, 3, 4]))
-    rb.add(through([4, 5])[0])
-    assert calls == {"threads": known + 4, "gather": 0, "shown": 0}  # to compare and to write
-    rb.sample(8)
-    rb.storage.require().gather_keys([("next", "observation")], torch.arange(3))
-    assert (calls["gather"], calls["shown"]) == (1, 1)
-    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 5]
-    assert rb.storage.overflow_rows == 1
-
-
-def test_rows_in_files_are_written_by_the_core(calls: dict[str, int], tmp_path: Any) -> None:
-    storage = LazyMemmapStorage(500, scratch_dir=tmp_path, dedup_next=True, on_mismatch="dense")
-    rb = ReplayBuffer(storage=storage)
-    rb.extend(through([0, 1, 2]))
-    known = calls["threads"]
-    for turn in range(20):  # more overflow rows than the first table has, which then is larger
-        rows = through([float(x) for x in range(11)])
-        rows["next", "observation"] += turn / 64 + 0.5
-        rb.extend(rows)
-    assert calls["threads"] == known + 40
-    assert storage.overflow_rows == 201
-    got = rb["next", "observation"].squeeze(1)
-    want = [x + 1.5 + turn / 64 for turn in range(20) for x in range(10)]
-    assert got.tolist() == [1, 2, *want]
-    assert torch.equal(rb.storage.read(torch.arange(202))["next", "observation"].squeeze(1), got)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -222,28 +172,3 @@ def test_calls_that_do_not_fit_are_refused() -> None:
     core.forget()
     refuses(ValueError, "a plan", core.write, rows, 1)
     assert root.tolist() == [0, 0, 0, 0]
-
-
-# -- streams --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("length", [None, 20], ids=["ring", "by stream"])
-def test_the_core_is_used_for_streams(length: int | None, make: Any, calls: dict[str, int]) -> None:
-    rb = ReplayBuffer(
-        storage=make(50, dedup_next=True, lane_key="env"),
-        writer=None if length is None else LaneWriter(length),
-        batch_size=8,
-    )
-    rb.extend(through([0, 1, 2], env=[1, 1]))
-    known = calls["threads"]
-    rb.extend(through([2, 3, 4], env=[1, 1]))
-    rb.extend(through([7, 8], env=[2]))
-    rb.add(through([4, 5], env=[1])[0])
-    assert calls == {"threads": known + 6, "gather": 0, "shown": 0}
-    rb.sample()
-    assert calls["gather"] == (make is LazyTensorStorage)
-    assert rb["next", "observation"].squeeze(1).tolist() == [1, 2, 3, 4, 8, 5]
-    assert rb.storage.overflow_rows == 2
-    with pytest.raises(ValueError, match=r"row 0: .*newest stored row of its stream"):
-        rb.extend(through([6, 7], env=[2]))

@@ -213,6 +213,20 @@ def test_streams_continue_after_restart_without_extra_overflow_rows(tmp_path: Pa
     assert rb["next", "x"].tolist() == (rb["x"] + 1).tolist()
 
 
+@pytest.mark.parametrize(("dedup", "version"), [(False, 1), (True, 4)])
+def test_manifest_has_a_version_that_older_packages_refuse_if_needed(
+    tmp_path: Path, dedup: bool, version: int
+) -> None:
+    rb = kept(tmp_path, dedup_next=dedup)
+    rb.extend(episode(0, 5))
+    record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
+    assert record["format_version"] == version
+    assert record["content"].get("dedup_next") == ([["x"], ["pixels"]] if dedup else None)
+    del rb
+    if not dedup:
+        refuses(ValueError, r"dedup_next=\['x', 'pixels'\], got False", kept, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -230,23 +244,6 @@ def test_other_leaves_stored_once_are_refused_by_name(
     del rb
     refuses(ValueError, message, kept, tmp_path, **options)
     assert kept(tmp_path, dedup_next=["x", "pixels"])["next", "x"].tolist() == [1, 2, 3, 4, 5]
-
-
-def test_dense_files_are_refused_by_deduplicated_storage(tmp_path: Path) -> None:
-    rb = kept(tmp_path, dedup_next=False)
-    rb.extend(episode(0, 5))
-    record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
-    assert record["format_version"] == 1  # which older versions read as well
-    del rb
-    refuses(ValueError, r"dedup_next=\['x', 'pixels'\], got False", kept, tmp_path)
-
-
-def test_manifest_lists_deduplicated_keys(tmp_path: Path) -> None:
-    rb = kept(tmp_path)
-    rb.extend(episode(0, 5))
-    record = json.loads((tmp_path / "%recovery" / "manifest.json").read_text())
-    assert record["format_version"] == 4  # older versions do not know of references
-    assert record["content"]["dedup_next"] == [["x"], ["pixels"]]
 
 
 @pytest.mark.parametrize("harm", ["gone", "short", "link"])
