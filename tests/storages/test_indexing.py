@@ -7,23 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from replaykit import ListStorage
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
     as_slots,
-    check_cells,
-    check_no_hole,
-    check_range,
-    distinct_elements,
     indexed_shape,
-    last_occurrences,
     ravel,
     unravel_index,
-    with_lanes,
 )
 from tests.support.refusals import refuses
 
@@ -254,26 +246,6 @@ def test_set_without_the_cursor_replaces_and_adds_nothing(
     assert snapshot(rb) == before
 
 
-@pytest.mark.parametrize(
-    ("slots", "length", "hole"),
-    [
-        ([0], 0, False),
-        ([1], 0, True),
-        ([1, 0], 0, False),
-        ([2, 2, 1], 1, False),
-        ([3], 2, True),
-        ([0, 1], 5, False),
-        ([5, 7], 5, True),
-    ],
-)
-def test_holes_in_written_slots_are_detected(slots: list[int], length: int, hole: bool) -> None:
-    if hole:
-        with pytest.raises(RuntimeError, match=f"after the {length} stored rows"):
-            check_no_hole(torch.tensor(slots), length)
-    else:
-        check_no_hole(torch.tensor(slots), length)
-
-
 # -- several dimensions ---------------------------------------------------------------------------
 
 CELLS: list[Any] = [
@@ -337,71 +309,6 @@ def test_shapes_are_found_without_memory_for_the_rows() -> None:
     assert indexed_shape(huge, (torch.tensor([2**39]), 5)) == (1,)
 
 
-LANES = st.lists(st.integers(1, 4), max_size=3)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(lanes=LANES, steps=st.integers(1, 6), data=st.data())
-def test_coordinates_and_numbers_are_each_others_inverse(
-    lanes: list[int], steps: int, data: st.DataObject
-) -> None:
-    shape = (steps, *lanes)
-    total = int(np.prod(shape))
-    flat = data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=8))
-    cells = unravel_index(torch.tensor(flat), torch.Size(lanes))
-    assert cells.tolist() == np.stack(np.unravel_index(flat, shape), -1).tolist()
-    assert ravel(cells, torch.Size(lanes)).tolist() == flat
-    check_cells(cells, torch.Size(shape))
-    slots = torch.tensor(data.draw(st.lists(st.integers(0, steps - 1), max_size=4)), dtype=int)
-    every = with_lanes(slots, torch.Size(lanes))
-    if lanes:
-        expected = [[slot, *cell] for slot in slots.tolist() for cell in np.ndindex(*lanes)]
-        assert every.reshape(-1, len(shape)).tolist() == expected
-    else:
-        assert every is slots
-
-
-def test_coordinates_are_checked_one_by_one() -> None:
-    shape = torch.Size([4, 3])
-    check_cells(torch.empty(0, 2, dtype=torch.int64), shape)
-    for cell in ([4, 0], [0, 3], [-1, 0], [0, -1]):
-        with pytest.raises(IndexError):
-            check_cells(torch.tensor([[0, 0], cell]), shape)
-    with pytest.raises(IndexError, match="expected 2 coordinates, got 3"):
-        check_cells(torch.zeros(1, 3, dtype=torch.int64), shape)
-    refuses(IndexError, r"\[0, 4\), got -7", check_range, torch.tensor([-7, 9]), 0, 4)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 6), max_size=12))
-def test_last_occurrences_equal_a_dictionary(slots: list[int]) -> None:
-    last = {slot: position for position, slot in enumerate(slots)}
-    found = last_occurrences(torch.tensor(slots, dtype=torch.int64))
-    if len(last) == len(slots):
-        assert found == slice(None)
-    else:
-        assert isinstance(found, torch.Tensor)
-        assert found.tolist() == sorted(last.values())
-
-
-def test_an_index_selects_each_element_once() -> None:
-    lanes = torch.Size([3])
-    for index in (
-        2,
-        slice(None),
-        torch.tensor([3, 0]),
-        (torch.tensor([0, 0]), torch.tensor([1, 2])),
-    ):
-        elements, kept = distinct_elements(index, 4, lanes, 0)
-        assert elements.tolist() == torch.arange(12).view(4, 3)[index].flatten().tolist()
-        assert kept == slice(None)
-    elements, kept = distinct_elements((torch.tensor([0, 2, -4]), slice(1, 3)), 4, lanes, 0)
-    # Rows 0, 2, 0: of the first and third, which are the same, the third one counts.
-    assert isinstance(kept, torch.Tensor)
-    assert kept.tolist() == [2, 3, 4, 5]
-    assert elements.tolist() == [7, 8, 1, 2]
-
-
 def test_contains_recognises_stored_rows(storage_kind: Any, make_rows: Any) -> None:
     rb = storage_kind.buffer(6)
     rb.extend(make_rows(0, 4))
@@ -418,3 +325,12 @@ def test_iterating_yields_the_stored_rows_in_physical_order(
     rb = storage_kind.buffer(4)
     rb.extend(make_rows(0, 6))
     assert [int(row["id"]) for row in rb.storage] == [4, 5, 2, 3]
+
+
+@pytest.mark.parametrize("lanes", [(), (3,), (2, 3)])
+def test_coordinates_and_numbers_are_each_others_inverse(lanes: tuple[int, ...]) -> None:
+    shape = (4, *lanes)
+    flat = torch.arange(int(np.prod(shape))).flip(0)
+    cells = unravel_index(flat, torch.Size(lanes))
+    assert cells.tolist() == np.stack(np.unravel_index(flat.numpy(), shape), -1).tolist()
+    assert torch.equal(ravel(cells, torch.Size(lanes)), flat)

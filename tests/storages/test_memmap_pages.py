@@ -12,9 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit import LazyMemmapStorage, ReplayBuffer
 from replaykit.storages.columns import Columns
-from replaykit.storages.row_kernels import _COLD_BATCHES
 
 SLOTS = 2000
 _MADV_RANDOM, _MADV_DONTNEED = 1, 4
@@ -109,44 +108,11 @@ def _some(count: int, seed: int) -> torch.Tensor:
     return torch.randint(SLOTS, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def _cold(columns: Columns) -> int:
-    assert columns._native is not None
-    return columns._native._cold
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_cold_pages_give_equal_rows_and_are_remembered(
-    columns: Columns, pages: Pages, contiguous: bool
-) -> None:
-    _check(columns, _some(64, 0), contiguous=contiguous)
-    assert _cold(columns) == _COLD_BATCHES == 16
-    _check(columns, torch.arange(SLOTS))  # all are in memory from here on
-    for left in (*range(_COLD_BATCHES - 1, -1, -1), 0, 0):
-        _check(columns, _some(64, left), contiguous=contiguous)
-        assert _cold(columns) == left
-    pages.drop()
-    _check(columns, _some(64, 3), contiguous=contiguous)
-    assert _cold(columns) == _COLD_BATCHES
-
-
 @pytest.mark.parametrize("advise", [True, False])
 def test_only_the_rows_of_the_batch_are_read(columns: Columns, pages: Pages, advise: bool) -> None:
     columns.advise = advise
     _check(columns, torch.tensor([3, 500, 1200, 1900]))
     assert 0 < pages.in_memory() < 0.02
-
-
-def test_one_page_that_is_missing_in_the_middle_of_a_batch_is_noticed(
-    columns: Columns, pages: Pages
-) -> None:
-    """The first rows are looked at before; the others say it by what was read meanwhile."""
-    index = torch.cat([torch.arange(10).repeat(10), _some(50, 1), torch.arange(10)])
-    columns.advise = False
-    _check(columns, torch.arange(10))
-    columns.advise = True
-    assert _cold(columns) == 0
-    _check(columns, index)
-    assert _cold(columns) == _COLD_BATCHES
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -157,24 +123,9 @@ def test_page_advice_does_not_change_values(columns: Columns, pages: Pages, thre
         for advise in (True, False):
             columns.advise = advise
             for count in (0, 1, 3, 700):
-                pages.drop()
-                _check(columns, _some(count, count))
-                _check(columns, _some(count, count), contiguous=True)
+                for contiguous in (False, True):
+                    pages.drop()
+                    _check(columns, _some(count, count), contiguous=contiguous)
+                    _check(columns, _some(count, count), contiguous=contiguous)
     finally:
         torch.set_num_threads(before)
-
-
-def test_repeated_reads_keep_pages_warm(columns: Columns) -> None:
-    for seed in range(3):
-        _check(columns, _some(300, seed))
-    assert _cold(columns) == 0
-
-
-def test_rows_in_memory_ask_for_no_pages() -> None:
-    storage = LazyTensorStorage(SLOTS)
-    ReplayBuffer(storage=storage).extend(_rows())
-    columns = storage.require()
-    assert not columns.advise
-    _check(columns, _some(300, 0))
-    columns.advise = True  # of memory without a file the kernel may be asked as well
-    _check(columns, _some(300, 0))

@@ -16,7 +16,6 @@ from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.schema import Schema
 from replaykit.storages.records import WIDE_BYTES, alone, plan_records
 from replaykit.structure import Branch, Leaf
-from replaykit.transfer import BatchMemory
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -24,15 +23,6 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 def schema_of(leaves: Layout) -> Schema:
     children = tuple((key, Leaf(torch.Size(s), dtype)) for key, (dtype, s) in leaves.items())
     return Schema(Branch("tensordict", children, TensorDict))
-
-
-def _reference_row() -> Layout:
-    """A transition of a small control task, 170 bytes."""
-    flag = (torch.bool, (1,))
-    row: Layout = {"observation": (torch.float32, (17,)), "action": (torch.float32, (6,))}
-    row |= {"done": flag, "terminated": flag, "truncated": flag}
-    row |= {"next observation": (torch.float32, (17,)), "reward": (torch.float32, (1,))}
-    return row | {"next done": flag, "next terminated": flag, "next truncated": flag}
 
 
 # -- where leaves lie -----------------------------------------------------------------------------
@@ -69,38 +59,6 @@ def test_leaves_of_a_record_are_aligned_apart_and_little_is_lost(
     assert layout.stride % widest == 0
     assert layout.stride <= 1.05 * total or layout.stride - total < widest
     assert layout.stride % layout.word.itemsize == 0
-
-
-def test_the_reference_row_of_170_bytes_has_176() -> None:
-    layout = plan_records(schema_of(_reference_row()))
-    assert layout is not None
-    assert (sum(layout.sizes.values()), layout.stride) == (170, 176)
-
-
-# -- blocks taken apart ---------------------------------------------------------------------------
-
-
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(data=st.data(), rows=st.sampled_from([0, 1, 2, 5, 33]))
-def test_split_block_equals_its_views(
-    layouts: Any, filled: Any, same_bits: Any, data: st.DataObject, rows: int
-) -> None:
-    layout = plan_records(schema_of(data.draw(layouts.filter(_has_records))))
-    assert layout is not None
-    block = layout.new_block(rows, BatchMemory())
-    assert block.nbytes == rows * layout.stride
-    raw = filled((rows, layout.stride), torch.uint8, 1)
-    expected = layout.views(raw)
-    block.view(torch.uint8).copy_(raw)
-    for leaves in (layout.split(block), layout.split(layout.as_block(raw.clone()))):
-        assert len(leaves) == len(layout.offsets)
-        for path, leaf in zip(layout.offsets, leaves, strict=True):
-            assert same_bits(leaf, expected[path])
-            assert not leaf._is_view()
-
-
-def _has_records(leaves: Layout) -> bool:
-    return plan_records(schema_of(leaves)) is not None
 
 
 # -- batches --------------------------------------------------------------------------------------

@@ -81,29 +81,18 @@ needs_order = pytest.mark.skipif(
 )
 
 
-@needs_order
-def test_undisturbed_draw_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ordered", [pytest.param(True, marks=needs_order), False], ids=["ordered", "not ordered"]
+)
+def test_undisturbed_draw_takes_no_lock_where_stores_are_seen_in_order(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_storage, "_ORDERED", ordered)
     mine, other = handles()
     ways = meanwhile(mine, monkeypatch, lambda: None)
     other.extend(rows(SLOTS, 3))  # what has come since the last draw is no reason
     assert set(mine.sample()["number"].tolist()) == set(range(3, SLOTS + 3))
-    assert ways == ["apart"]
-
-
-@needs_order
-def test_rows_overwritten_during_a_read_are_drawn_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mine, other = handles()
-
-    def overwrite() -> None:
-        other.extend(rows(100, 3))
-
-    ways = meanwhile(mine, monkeypatch, overwrite)
-    batch = mine.sample()
-    assert ways == ["apart", "apart"]
-    assert set(batch["number"].tolist()) == {3, 4, 5, 6, 7, 100, 101, 102}
-    assert (batch["wide"] == batch["number"][:, None]).all()
+    assert ways == ["apart", "held"][: 1 if ordered else 2]
 
 
 @needs_order
@@ -123,15 +112,16 @@ def test_draw_of_rows_not_overwritten_is_not_repeated(
 @pytest.mark.parametrize(
     ("work", "held"),
     [
+        (lambda other: other.extend(rows(50, 3)), False),
         (lambda other: other.__setitem__(0, rows(50, 1)[0]), True),
         (lambda other: other.writer.write_at(torch.tensor([5]), rows(50, 1)), True),
         (lambda other: other.empty() or other.extend(rows(50, 2)), True),
         (lambda other: other.extend(rows(50, SLOTS)), False),
         (lambda other: other.extend(rows(50, 5 * SLOTS)), True),
     ],
-    ids=["edit", "write_at", "empty", "a ring", "several rings"],
+    ids=["extend", "edit", "write_at", "empty", "a ring", "several rings"],
 )
-def test_other_changes_during_a_read_repeat_the_draw(
+def test_rows_overwritten_during_a_read_are_drawn_again(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[ReplayBuffer], Any], held: bool
 ) -> None:
     mine, other = handles()
@@ -162,15 +152,6 @@ def test_priorities_that_have_changed_take_the_lock(monkeypatch: pytest.MonkeyPa
     assert ways == ["apart", "held"]
     assert set(mine.sample()["number"].tolist()) == {7}
     assert ways == ["apart", "held", "apart"]
-
-
-def test_draws_take_the_lock_without_ordered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_storage, "_ORDERED", False)
-    mine, other = handles()
-    ways = meanwhile(mine, monkeypatch, lambda: None)
-    other.extend(rows(SLOTS, 3))
-    assert set(mine.sample()["number"].tolist()) == set(range(3, SLOTS + 3))
-    assert ways == ["apart", "held"]
 
 
 @needs_order

@@ -256,9 +256,11 @@ def test_coordinates_are_distinguished_from_positions() -> None:
     assert storage[torch.tensor([2, 1])].tolist() == [[4, 5], [2, 3]]
     assert storage[2, 1].item() == 5
     assert storage[torch.tensor([[[2, 1]], [[0, 0]]])].tolist() == [[5], [0]]
-    for wrong in (torch.tensor([[3, 0]]), torch.tensor([[0, 2]]), torch.tensor([[-1, 0]])):
+    for wrong in ([3, 0], [0, 2], [-1, 0], [0, -1]):
         with pytest.raises(IndexError):
-            storage[wrong]
+            storage[torch.tensor([[0, 0], wrong])]
+    three = torch.zeros(1, 3, dtype=torch.int64)
+    refuses(IndexError, "expected 2 coordinates, got 3", storage.read, three)
     assert storage.contains(torch.tensor([[2, 1], [3, 0], [0, -1]])).tolist() == [
         True,
         False,
