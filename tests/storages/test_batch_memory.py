@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import os
 import pickle
@@ -240,11 +239,12 @@ def test_batches_stay_whole_in_several_threads() -> None:
 
 
 def test_forked_processes_keep_their_batches(run_python: Any) -> None:
+    """The threads that gather do not exist in a child, whatever state they were forked in."""
     program = f"""
 import os, threading, torch
 from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer
-torch.set_num_threads(1)
+torch.set_num_threads(2)
 rb = ReplayBuffer(storage=LazyTensorStorage({ROWS}), batch_size=8)
 ids = torch.arange({ROWS})
 rb.extend(TensorDict({{"id": ids, "image": ids[:, None].to(torch.uint8).expand(-1, {WIDTH})}},
@@ -258,7 +258,7 @@ reader = threading.Thread(target=read)
 reader.start()
 def whole(batch):
     return bool((batch["image"].numpy() == batch["id"].numpy()[:, None]).all())
-for _ in range(4):
+for _ in range(6):
     child = os.fork()
     if not child:
         index = torch.arange({ROWS} - 8, {ROWS})
@@ -300,16 +300,6 @@ print((resident() - before) >> 20, bool((batch["image"] == 1).all()))
     megabytes, whole = done.stdout.split()
     assert int(megabytes) < 45
     assert whole == "True"
-
-
-def test_memory_dies_with_the_storage() -> None:
-    rb = _buffer()
-    batch = rb.sample()
-    memory = weakref.ref(rb.storage.require().batch_memory)
-    del rb
-    gc.collect()
-    assert memory() is None
-    _check(batch)
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -462,13 +452,6 @@ def test_allocation_frees_idle_blocks() -> None:
     sizes = sorted(block.nbytes for block in memory._blocks.values())
     assert sizes == [MIB] * 3 + [3 * MIB // 2]  # one is in use, and two are idle
     assert tensor.data_ptr() not in {one.data_ptr() for one in held}
-
-
-def test_kept_tensors_are_forgotten() -> None:
-    memory = BatchMemory()
-    kept = [memory.new((MIB,), torch.uint8) for _ in range(transfer._LATELY + 9)]
-    assert len(memory._blocks) <= transfer._LATELY
-    assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
 
 
 def test_other_versions_of_torch_allocate_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

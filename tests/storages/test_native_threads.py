@@ -79,45 +79,6 @@ def test_wide_rows_are_the_same_from_several_python_threads(two_threads: None) -
     assert not wrong
 
 
-def test_forked_child_starts_new_threads(run_python: Any) -> None:
-    """Those of its parent do not exist there, whatever state they were forked in."""
-    program = """
-import os, threading, torch
-from tensordict import TensorDict
-from replaykit import LazyTensorStorage, ReplayBuffer
-torch.set_num_threads(2)
-rb = ReplayBuffer(storage=LazyTensorStorage(12), batch_size=6)
-wide = torch.arange(12)[:, None].expand(12, 200_000).contiguous()
-rb.extend(TensorDict({"wide": wide, "id": torch.arange(12)}, [12]))
-
-def check():
-    batch = rb.sample()
-    assert (batch["wide"] == batch["id"][:, None]).all()
-
-check()
-stop = threading.Event()
-def keep_busy():
-    while not stop.is_set():
-        rb.storage.require().gather(torch.arange(12))
-busy = threading.Thread(target=keep_busy)
-busy.start()
-for _ in range(6):
-    child = os.fork()
-    if not child:
-        index = torch.arange(11, -1, -1)
-        got = rb.storage.require().gather(index)  # no comparison by torch's threads
-        os._exit(0 if got[("id",)].tolist() == index.tolist()
-                 and got[("wide",)][:, -1].tolist() == index.tolist() else 1)
-    assert os.waitpid(child, 0)[1] == 0
-stop.set()
-busy.join()
-check()
-print("done")
-"""
-    done = run_python(f"import warnings; warnings.simplefilter('ignore')\n{program}", timeout=60)
-    assert done.stdout == "done\n"
-
-
 @pytest.mark.parametrize("way", ["gather", "mapped", "scatter", "ring"])
 def test_other_threads_continue_while_wide_rows_are_copied(way: str) -> None:
     """A few rows of images take milliseconds: long enough for an environment's step."""
