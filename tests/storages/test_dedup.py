@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from replaykit import (
-    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
-    ReplayBuffer,
-    RoundRobinWriter,
 )
-from tests.storages.dedup import KINDS, Rows, check_table, interrupt_first_call
+from tests.storages.dedup import Rows, Twins, apply, interrupt_first_call
 
-KEYS = [("observation",), ("pixels",), ("next", "observation"), ("next", "pixels")]
 ENVS = [
     torch.arange(20),
     torch.arange(20, dtype=torch.uint8)[:, None] * 13,
@@ -34,148 +27,11 @@ ENVS = [
 ROWS = [("ring", ()), ("lanes", (2,)), ("lanes", (2, 3)), ("streams", ()), ("stream rings", ())]
 
 
-class Twins:
-    """Two buffers that get the same calls. The second one stores observations once."""
-
-    def __init__(
-        self,
-        kind: str,
-        lanes: tuple[int, ...],
-        slots: int,
-        make: Any = LazyTensorStorage,
-        *,
-        length: int = 1,
-        core: bool = True,
-        **options: Any,
-    ) -> None:
-        self.kind, self.lanes, self.core = kind, lanes, core
-        self.interleaved = "lane_key" in KINDS[kind]
-        size = slots * torch.Size(lanes).numel()
-        shape = {**KINDS[kind], "ndim": 1 + len(lanes)}
-        self.storages = [
-            LazyTensorStorage(size, **shape),
-            make(size, **shape, dedup_next=True, on_mismatch="dense", **options),
-        ]
-        self.buffers = [
-            ReplayBuffer(
-                storage=storage,
-                writer=LaneWriter(length, track_generations=True)
-                if kind == "stream rings"
-                else RoundRobinWriter(track_generations=True),
-            )
-            for storage in self.storages
-        ]
-
-    def both(self, call: Callable[[ReplayBuffer], Any]) -> None:
-        a, b = (call(buffer) for buffer in self.buffers)
-        if isinstance(a, torch.Tensor):
-            assert torch.equal(a, b)
-
-    def write(self, rows: TensorDict) -> None:
-        self.both(lambda buffer: buffer.extend(rows))
-
-    def check(self, same: Callable[[TensorDict, TensorDict], bool]) -> None:
-        dense, once = self.buffers
-        if dense.storage.schema is None:
-            return
-        assert len(dense) == len(once)
-        if not len(dense):
-            return
-        if not self.core:
-            once.storage.require().table.native = None
-        assert (once.storage.require().table.native is not None) == self.core
-        assert same(dense[:], once[:])
-        stored = dense.storage.ledger.length
-        cells = torch.arange(stored)
-        if self.lanes:
-            cells = torch.cartesian_prod(*map(torch.arange, (stored, *self.lanes)))
-        for contiguous in (False, True):
-            reads = [b.storage.read(cells.flip(0), contiguous=contiguous) for b in self.buffers]
-            assert same(*reads)
-        elements = torch.arange(len(dense)).flip(0)
-        asked = [b.storage.require().gather_keys(KEYS[::-1], elements) for b in self.buffers]
-        assert same(*(TensorDict(found, [len(dense)]) for found in asked))
-        for index in (0, -1, slice(0, 2), slice(1, None, 2), [0, -1, 0]):
-            assert same(dense[index], once[index])
-        for key in [*KEYS, *([("env",)] if self.interleaved else [])]:
-            assert same(*(TensorDict({"x": b[key]}, []) for b in self.buffers))
-        check_table(once.storage)
-
-
 OPERATIONS = ["extend", "extend", "extend", "turns", "noise", "add", "edit", "column", "cell"]
-OPERATIONS += ["patch", "empty", "load", "saved", "pickle", "write_at", "lane", "cut", "env"]
+OPERATIONS += ["patch", "empty", "load", "saved", "pickle", "write_at", "lane", "cut", "env", "set"]
 STEPS = st.lists(
     st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 17), st.integers(0, 3)), max_size=12
 )
-
-
-def apply(twins: Twins, rows: Rows, kind: str, size: int, which: int, folder: Path) -> None:
-    """Do one operation to both buffers."""
-    last, key = (slice(None),) * len(twins.lanes), KEYS[which]
-    stored = twins.storages[0].ledger.length
-    if kind in ("extend", "turns"):
-        twins.write(rows.steps(size + 1, turns=kind == "turns"))
-    elif kind == "noise":
-        twins.write(rows.noise(size + 1))
-    elif kind == "add":
-        row = rows.steps(1)[(*last, 0)]
-        twins.both(lambda b: b.add(row))
-    elif kind == "empty":
-        twins.both(lambda b: b.empty())
-    elif kind == "pickle":
-        copied = copy.deepcopy if which % 2 else lambda buffer: pickle.loads(pickle.dumps(buffer))
-        twins.buffers = [copied(buffer) for buffer in twins.buffers]
-        twins.storages = [buffer.storage for buffer in twins.buffers]
-    elif stored and kind == "cut":
-        twins.both(lambda b: b.cut())
-    elif stored and kind == "load":  # each buffer loads the rows of the other one
-        states = [buffer.state_dict() for buffer in twins.buffers]
-        for buffer, state in zip(twins.buffers, reversed(states), strict=True):
-            buffer.load_state_dict(state)
-    elif stored and kind == "saved":
-        for buffer, name in zip(twins.buffers, ("dense", "once"), strict=True):
-            buffer.dumps(folder / name)
-        for buffer, name in zip(twins.buffers, ("once", "dense"), strict=True):
-            buffer.loads(folder / name)
-    elif stored:
-        change(twins, rows, kind, size, which, last, key)
-
-
-def change(twins: Twins, rows: Rows, kind: str, size: int, which: int, last: Any, key: Any) -> None:
-    """Change stored rows of both buffers."""
-    stored = twins.storages[0].ledger.length
-    if kind == "write_at" and twins.kind != "stream rings":  # they refuse rows of other writers
-        slots, new = torch.tensor([size, which, size]) % stored, rows.noise(3)
-        twins.both(lambda b: b.writer.write_at(slots, new))
-    elif kind == "edit":
-        start = size % stored
-        at: Any = slice(start, min(start + 3, stored))
-        if which == 3:
-            at = torch.tensor([start, 0, start])
-        new = rows.noise(len(torch.arange(stored)[at]))
-        if twins.interleaved:  # the streams stay, so that the writer has room
-            new["env"] = twins.buffers[0]["env"][at]
-        twins.both(lambda b: b.__setitem__((*last, at) if last else at, new))
-    elif kind == "column":
-        values = rows.noise(stored)[key]
-        twins.both(lambda b: b.set_(key, values))
-    elif kind == "cell":
-        values, at = rows.noise(1)[(*last, 0)][key], size % stored
-        twins.both(lambda b: b.set_at_(key, values, (*last, at) if last else at))
-    elif kind == "lane":
-        first, steps = (0,) * len(last), slice(size % stored, min(size % stored + 2, stored))
-        values = rows.noise(len(range(stored)[steps]))[first][key]
-        twins.both(lambda b: b.set_at_(key, values, (*first, steps) if last else steps))
-    elif kind == "env" and twins.kind == "streams":
-        at, values = torch.tensor([size % stored, which % stored]), rows.noise(2)["env"]
-        twins.both(lambda b: b.set_at_("env", values, at))
-    elif kind == "patch":
-        slots, values = torch.tensor([size, which, 0]) % stored, rows.other.noise(3)[key]
-        index = slots
-        if last:
-            index = torch.stack([slots, *(torch.tensor([0, size, 1]) % n for n in twins.lanes)], -1)
-        ids = {"index": index, "generation": twins.storages[0].ledger.generations(slots)}
-        twins.both(lambda b: b.update_if_present(**ids, patch={key: values}).updated)
 
 
 @pytest.mark.covering(2)
@@ -290,7 +146,8 @@ CORE = pytest.mark.parametrize("core", [True, False])
 def test_an_interrupt_between_two_columns_leaves_whole_rows(
     core: bool, kind: str, transitions: Any, same_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twins, rows = Twins(kind, (), 18, length=6), Rows(transitions, 0, kind, count=3)
+    twins = Twins(kind, (), 18, length=6, core=core)
+    rows = Rows(transitions, 0, kind, count=3)
     twins.write(rows.steps(14))
     table: Any = twins.storages[1].require().table
     if not core:

@@ -15,140 +15,62 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LaneWriter, LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit import LazyMemmapStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
 from replaykit.storages.observation_table import ObservationTable
+from tests.storages.dedup import KINDS, Rows, Twins, apply, buffer
 from tests.support.refusals import refuses
 
 SLOTS = 19
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ring": {},
-    "lanes": {"ndim": 2},
-    "streams": {"lane_key": "env"},
-    "rings": {"lane_key": "env"},
-}
 
 
-def kept(folder: Path, kind: str = "ring", size: int | None = None, **options: Any) -> ReplayBuffer:
-    options = {"dedup_next": True, "on_mismatch": "dense", **OPTIONS[kind], **options}
-    size = size or SLOTS * (2 if kind == "lanes" else 1)
-    return ReplayBuffer(
-        storage=LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options),
-        writer=LaneWriter(length=6) if kind == "rings" else None,
-    )
+def kept(folder: Path, kind: str = "ring", size: int = SLOTS, **options: Any) -> ReplayBuffer:
+    options = {"dedup_next": True, "on_mismatch": "dense", **KINDS[kind], **options}
+    storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
+    return ReplayBuffer(storage=storage)
 
 
-def dense(kind: str) -> ReplayBuffer:
-    size = SLOTS * (2 if kind == "lanes" else 1)
-    return ReplayBuffer(
-        storage=LazyTensorStorage(size, **OPTIONS[kind]),
-        writer=LaneWriter(length=6) if kind == "rings" else None,
-    )
+def cut_off_write(twins: Twins, rows: TensorDict, half: bool, patch: pytest.MonkeyPatch) -> None:
+    """A write that is cut off in the middle of what it changes, or at its end."""
+    once, write = twins.buffers[1], ObservationTable.write
+    table, stored = once.storage.require().table, once.storage.ledger.length
+
+    def cut_off(table: Any, *arguments: Any, **options: Any) -> None:
+        write(table, *arguments, **options)
+        if half:  # as if some references had not been set yet
+            table.references[: stored // 2] = 0
+        raise RuntimeError("cut off")
+
+    with patch.context() as patched, once.storage.lock:
+        patched.setattr(ObservationTable, "write", cut_off)
+        if half:
+            elements = np.arange(stored * table.cells)
+            table.journal.journal(elements, elements[:0], table.cells, [])
+        refuses(RuntimeError, "cut off", once.extend, rows)
 
 
-class _Worker:
-    """The same done to a buffer in files and to a dense one in memory."""
-
-    def __init__(self, kind: str, folder: Path, seed: int, stream: Any) -> None:
-        self.kind, self.folder, self.draw = kind, folder, random.Random(seed)
-        lanes = {"ring": (), "lanes": (2,)}.get(kind, (3,))
-        self.stream = stream(seed, lanes, wide=700)
-        self.model, self.rb = dense(kind), kept(folder, kind)
-
-    def rows(self, count: int) -> TensorDict:
-        noise = self.draw.random() < 0.2
-        rows = self.stream.noise(count) if noise else self.stream.steps(count)
-        if self.kind == "lanes":
-            return rows.transpose(0, 1).contiguous()
-        if self.kind != "ring":
-            rows["env"] = torch.arange(3).expand(count, 3)
-            rows = rows.reshape(-1)[torch.rand(count * 3, generator=self.stream.generator) < 0.8]
-        return rows
-
-    def step(self, patch: pytest.MonkeyPatch) -> None:
-        what, stored = self.draw.random(), len(self.model)
-        both = self.rb, self.model
-        if stored and what < 0.12 and self.kind != "lanes":
-            at = torch.tensor(self.draw.sample(range(stored), min(3, stored)))
-            new = self.stream.noise(3)
-            new = (new if self.kind == "ring" else new[:, 0])[: len(at)]
-            for key in self.draw.choice([[("observation",)], [("pixels",), ("next", "pixels")]]):
-                for rb in both:
-                    rb.storage.edit_columns({key: new[key]}, at)
-        elif stored and what < 0.18 and self.kind == "ring":
-            at = torch.tensor(sorted(self.draw.sample(range(stored), min(3, stored))))
-            new, moves = self.stream.noise(len(at)), self.draw.random() < 0.5
-            for rb in both:
-                rb.storage.set(at, new, set_cursor=moves)
-        elif what < 0.22:
-            for rb in both:
-                rb.empty()
-        elif what < 0.26:
-            with self.rb.storage.lock, self.model.storage.lock:
-                for rows in (self.rows(4), self.rows(5)):
-                    for rb in both:
-                        rb.empty()
-                        rb.extend(rows)
-        elif what < 0.32:
-            self.model.dumps(self.folder.parent / "saved")
-            for rb in both:
-                rb.loads(self.folder.parent / "saved")
-        elif what < 0.45 and self.rb.storage.initialized:
-            self.fails(patch)
-        elif what < 0.52:
-            kept_state = self.rb.write_count
-            del self.rb, both
-            self.rb = kept(self.folder, self.kind)
-            assert self.rb.write_count == kept_state
-        else:
-            rows = self.rows(self.draw.choice([1, 2, 3, 8, 25]))
-            for rb in both:
-                rb.extend(rows)
-
-    def fails(self, patch: pytest.MonkeyPatch) -> None:
-        """A write that is cut off in the middle of what it changes, or at its end."""
-        write, half = ObservationTable.write, len(self.rb) > 1 and self.draw.random() < 0.5
-
-        def cut_off(table: Any, *arguments: Any, **options: Any) -> None:
-            write(table, *arguments, **options)
-            if half:  # as if some references had not been set yet
-                table.references[: len(self.rb) // 2] = 0
-            raise RuntimeError("cut off")
-
-        with patch.context() as patched:
-            patched.setattr(ObservationTable, "write", cut_off)
-            rows = self.rows(self.draw.choice([1, 3, 8]))
-            while not len(rows):
-                rows = self.rows(3)
-            table = self.rb.storage.require().table
-            if half:
-                elements = torch.arange(len(self.rb) * table.cells).numpy()
-                with self.rb.storage.lock:
-                    table.journal.journal(elements, elements[:0], table.cells, [])
-                    refuses(RuntimeError, "cut off", self.rb.extend, rows)
-                return
-            refuses(RuntimeError, "cut off", self.rb.extend, rows)
+def open_again(twins: Twins) -> None:
+    written = twins.buffers.pop().write_count
+    gc.collect()
+    twins.buffers.append(twins.buffer(twins.make_once()))
+    assert twins.buffers[1].write_count == written
 
 
-def check(rb: ReplayBuffer, model: ReplayBuffer, same_rows: Any) -> None:
-    ledger, wanted = rb.storage.ledger, model.storage.ledger
-    assert (len(rb), ledger.cursor) == (len(model), wanted.cursor)
-    assert ledger.write_order().tolist() == wanted.write_order().tolist()
-    if len(model):
-        assert same_rows(rb[:], model[:])
-    columns: Any = rb.storage._columns
-    if columns is None:
-        return
-    # What follows from the files is what it would be if it were worked out anew.
-    alone = rb.storage.overflow_rows
-    columns.table.core.derive(len(rb))
-    assert rb.storage.overflow_rows == alone
+def empty_and_write_under_a_lock(twins: Twins, rows: Rows) -> None:
+    with twins.storages[0].lock, twins.storages[1].lock:
+        for count in (4, 5):
+            twins.both(lambda buffer: buffer.empty())
+            twins.write(rows.steps(count))
+
+
+OPERATIONS = ["extend", "extend", "turns", "noise", "add", "edit", "column", "patch", "set", "env"]
+OPERATIONS += ["empty", "load", "saved", "locked", "cut off", "cut off half", "open again"]
 
 
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20))]
 )
-@pytest.mark.parametrize("kind", list(OPTIONS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_calls_match_dense_storage(
     kind: str,
     seed: int,
@@ -157,10 +79,22 @@ def test_random_calls_match_dense_storage(
     same_rows: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker = _Worker(kind, tmp_path / "rows", seed, transitions)
+    lanes = (2,) if kind == "lanes" else ()
+    files = {"scratch_dir": tmp_path / "rows", "recover": True}
+    twins = Twins(kind, lanes, SLOTS, LazyMemmapStorage, length=4, **files)
+    rows, draw = Rows(transitions, seed, kind), random.Random(seed)
     for _ in range(32):
-        worker.step(monkeypatch)
-        check(worker.rb, worker.model, same_rows)
+        operation, size = draw.choice(OPERATIONS), draw.randrange(25)
+        if operation == "open again":
+            open_again(twins)
+        elif operation == "locked":
+            empty_and_write_under_a_lock(twins, rows)
+        elif operation.startswith("cut off"):
+            if twins.storages[1].ledger.length:
+                cut_off_write(twins, rows.steps(1 + size), "half" in operation, monkeypatch)
+        else:
+            apply(twins, rows, operation, size, draw.randrange(4), tmp_path)
+        twins.check(same_rows)
 
 
 def episode(first: int, count: int, env: int | None = None) -> TensorDict:
@@ -199,7 +133,7 @@ def test_changes_of_killed_process_are_undone(kind: str, tmp_path: Path, same_ro
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert same_rows(kept(tmp_path, kind)[:], begin(dense(kind))[:])
+    assert same_rows(kept(tmp_path, kind)[:], begin(buffer(kind, "dense", SLOTS))[:])
 
 
 def test_streams_continue_after_restart_without_extra_overflow_rows(tmp_path: Path) -> None:

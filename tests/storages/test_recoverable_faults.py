@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     NStep,
@@ -26,6 +27,7 @@ from replaykit import (
 from replaykit.buffer import components
 from replaykit.errors import CheckpointError
 from replaykit.recovery.journal import MappedFile, States
+from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages.change_log import ChangeLog
 from replaykit.storages.columns import Columns
 from tests.storages.test_recoverable import rows
@@ -62,7 +64,7 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def full(*_: Any) -> None:
+def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -169,16 +171,36 @@ def test_next_commit_keeps_priorities_missed_by_full_disk(
     assert priorities(opened(tmp_path)) == [1, 1, 1, 7, 2, 1, 1, 1, 1, 1]
 
 
+def no_room_for(number: int) -> Callable[..., Any]:
+    """``RecoveryFolder.table`` with a full disk for one of the tables."""
+    table = RecoveryFolder.table
+
+    def found(folder: RecoveryFolder, wanted: int, slots: int) -> Any:
+        return full() if wanted == number else table(folder, wanted, slots)
+
+    return found
+
+
+@pytest.mark.parametrize("by_stream", [False, True])
 def test_a_first_write_that_found_no_room_can_be_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_stream: bool
 ) -> None:
-    rb = opened(tmp_path)
-    monkeypatch.setattr("replaykit.recovery.recovery_folder.MappedFile", full)
+    options: dict[str, Any] = {}
+    if by_stream:
+        options = {"lane_key": "number"}
+        monkeypatch.setattr(RecoveryFolder, "table", no_room_for(1))
+    else:
+        monkeypatch.setattr("replaykit.recovery.recovery_folder.MappedFile", full)
+    rb = opened(tmp_path, **options)
+    if by_stream:
+        rb.set_writer(LaneWriter(3))
     refuses(OSError, "space", rb.extend, rows(0, 3))
     monkeypatch.undo()
     rb.extend(rows(0, 3))
-    del rb
-    assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
+    assert rb["number"].tolist() == [0, 1, 2]
+    if not by_stream:
+        del rb
+        assert opened(tmp_path)["number"].tolist() == [0, 1, 2]
 
 
 def and_then_interrupted(real: Any) -> Any:
@@ -216,34 +238,34 @@ def test_a_load_that_is_interrupted_changes_nothing_and_can_be_made_again(
 
 
 @pytest.mark.parametrize(
-    ("patched", "real", "change"),
+    "change",
     [
-        (Columns, Columns.put, lambda rb: rb.__setitem__(torch.tensor([1, 2]), rows(70, 2))),
-        (Columns, Columns.put, lambda rb: rb.set_("number", torch.arange(20, 30))),
-        (
-            Columns,
-            Columns.put,
-            lambda rb: rb.update_if_present(
-                index=torch.tensor([1]),
-                generation=torch.tensor([0]),
-                patch={"number": torch.tensor([1])},
-            ),
+        lambda rb: rb.__setitem__(torch.tensor([1, 2]), rows(70, 2)),
+        lambda rb: rb.set_("number", torch.arange(20, 30)),
+        lambda rb: rb.update_if_present(
+            index=torch.tensor([1]),
+            generation=torch.tensor([0]),
+            patch={"number": torch.tensor([1])},
         ),
-        (LazyMemmapStorage, lambda *_: None, lambda rb: rb.extend(rows(50, 5))),
+        lambda rb: rb.extend(rows(50, 5)),
     ],
+    ids=["rows", "column", "patch", "write"],
 )
 def test_a_change_that_is_interrupted_is_taken_back_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: Any, real: Any, change: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[ReplayBuffer], Any]
 ) -> None:
     rb = opened(tmp_path)
     rb.set_writer(RoundRobinWriter(track_generations=True))
     rb.extend(rows(0, 10))
-    name = "put" if patched is Columns else "commit"
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
     def both(rb: ReplayBuffer) -> None:
         with rb.storage.lock, monkeypatch.context() as patch:
             rb[5] = rows(55, 1)[0]  # in the same hold of the lock, and to its end
-            patch.setattr(patched, name, and_then_interrupted(real))
+            patch.setattr(Columns, "put", and_then_interrupted(Columns.put))
+            patch.setattr(LazyMemmapStorage, "commit", interrupt)
             change(rb)
 
     with pytest.raises(KeyboardInterrupt):
@@ -346,17 +368,28 @@ def test_priorities_are_not_restored_after_empty(tmp_path: Path) -> None:
 
 
 @needs_fork
-def test_rows_forgotten_under_a_lock_are_noted_before_they_are_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placed", [False, True])
+def test_rows_forgotten_under_a_lock_are_noted_before_they_are_overwritten(
+    tmp_path: Path, placed: bool
+) -> None:
     def work() -> None:
         rb = opened(tmp_path)
         rb.extend(rows(0, 8))
+        if placed:
+            rb.writer.write_at(torch.tensor([1, 2]), rows(100, 2))
         with rb.storage.lock:
             rb.empty()
-            rb.extend(rows(50, 3))
+            if placed:
+                rb.writer.write_at(torch.tensor([0, 1]), rows(50, 2))
+            else:
+                rb.extend(rows(50, 3))
             die()
 
     in_child(work)
-    assert opened(tmp_path)["number"].tolist() == list(range(8))
+    rb = opened(tmp_path)
+    assert rb["number"].tolist() == ([0, 100, 101, *range(3, 8)] if placed else [*range(8)])
+    positions = rb.storage.ledger.positions(torch.arange(8)).tolist()
+    assert positions == ([0, 8, 9, *range(3, 8)] if placed else [*range(8)])
 
 
 def test_a_damaged_state_is_named_and_not_replaced_by_the_one_before(tmp_path: Path) -> None:

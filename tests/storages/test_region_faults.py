@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
-    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ReplayBuffer,
@@ -25,20 +23,8 @@ from replaykit import (
 from replaykit.recovery.journal import Journal
 from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages.recoverable import Recovery
+from tests.storages.test_recoverable_faults import full, no_room_for
 from tests.support.refusals import refuses
-
-
-def _full(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _no_room_for(number: int) -> Callable[..., Any]:
-    table = RecoveryFolder.table
-
-    def found(self: RecoveryFolder, wanted: int, rows: int) -> Any:
-        return _full() if wanted == number else table(self, wanted, rows)
-
-    return found
 
 
 def _rows(first: int, last: int) -> TensorDict:
@@ -63,9 +49,9 @@ def test_a_placed_write_without_room_is_rolled_back(
     before = rb.storage.ledger.positions(torch.arange(6)).tolist()
     with monkeypatch.context() as patch:
         if first:
-            patch.setattr(RecoveryFolder, "table", _no_room_for(0))
+            patch.setattr(RecoveryFolder, "table", no_room_for(0))
         else:
-            patch.setattr(Recovery, "before_change", _full)
+            patch.setattr(Recovery, "before_change", full)
         refuses(OSError, "No space", rb.writer.write_at, torch.tensor([1, 2]), _rows(100, 102))
     assert rb["x"].tolist() == list(range(6))
     assert rb.storage.ledger.positions(torch.arange(6)).tolist() == before
@@ -77,47 +63,17 @@ def test_a_placed_write_without_room_is_rolled_back(
     assert again.storage.ledger.positions(torch.arange(6)).tolist() == before
 
 
-def test_a_write_by_stream_works_after_one_without_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = LazyMemmapStorage(10, scratch_dir=str(tmp_path), recover=True, lane_key="env")
-    rb = ReplayBuffer(storage=storage, writer=LaneWriter(3), batch_size=4)
-    rows = TensorDict({"env": torch.zeros(2, dtype=torch.int64), "x": torch.arange(2)}, [2])
-    with monkeypatch.context() as patch:
-        patch.setattr(RecoveryFolder, "table", _no_room_for(1))
-        refuses(OSError, "No space", rb.extend, rows)
-    rb.extend(rows)
-    assert rb["x"].tolist() == [0, 1]
-
-
 def test_the_best_rows_are_known_after_a_write_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb = _kept(tmp_path, writer=TensorDictMaxValueWriter(rank_key="x"))
     rb.extend(_rows(0, 10))
     with monkeypatch.context() as patch:
-        patch.setattr(Recovery, "before_change", _full)
+        patch.setattr(Recovery, "before_change", full)
         refuses(OSError, "No space", rb.extend, _rows(20, 23))
     assert sorted(rb["x"].tolist()) == list(range(10))
     rb.extend(_rows(30, 33))
     assert sorted(rb["x"].tolist()) == [*range(3, 10), 30, 31, 32]
-
-
-def _dies_after_a_clear(folder: Path) -> None:
-    rb = _kept(folder)
-    rb.extend(_rows(0, 6))
-    rb.writer.write_at(torch.tensor([1, 2]), _rows(100, 102))
-    with rb.storage.lock:
-        rb.empty()
-        rb.writer.write_at(torch.tensor([0, 1]), _rows(7, 9))
-        os._exit(9)
-
-
-def test_a_kill_after_a_clear_and_a_placed_write_loses_no_row(tmp_path: Path) -> None:
-    _in_another_process(_dies_after_a_clear, tmp_path, status=9)
-    rb = _kept(tmp_path)
-    assert rb["x"].tolist() == [0, 100, 101, 3, 4, 5]
-    assert rb.storage.ledger.positions(torch.arange(6)).tolist() == [0, 6, 7, 3, 4, 5]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -162,7 +118,7 @@ def test_a_failed_placed_write_leaves_no_private_table(
     rb.extend(_rows(0, 6))
     rb.sample()
     with monkeypatch.context() as patch:
-        patch.setattr(RecoveryFolder, "table", _no_room_for(1))
+        patch.setattr(RecoveryFolder, "table", no_room_for(1))
         refuses(OSError, "No space", rb.writer.write_at, torch.tensor([6]), _rows(6, 7))
     _in_another_process(_extends, rb, 10, 3, 4)
     rb.sample()
@@ -204,10 +160,10 @@ def test_observations_are_derived_again_after_a_clear_without_room(
         rb.writer.write_at(torch.tensor(index), rows(70 + index[0], len(index), 3))
     wanted = rb["next", "observation"].tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(RecoveryFolder, "table", _full)
+        patch.setattr(RecoveryFolder, "table", full)
         refuses(OSError, "No space", rb.load_state_dict, state)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "save", _full)
+        patch.setattr(Journal, "save", full)
         refuses(OSError, "No space", rb.empty)
     assert rb["next", "observation"].tolist() == wanted
     rb.writer.write_at(torch.tensor([4, 9]), rows(90, 2, 7))
