@@ -88,9 +88,6 @@ def test_ten_thousand_ranks_in_batches_above_the_release_of_the_lock() -> None:
     assert sorted(content(heap)[0]) == sorted(ranks.tolist())[-500:]
 
 
-# -- errors ---------------------------------------------------------------------------------------
-
-
 def _floats(*values: float) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=np.float64)
 
@@ -179,9 +176,6 @@ def test_the_core_takes_arrays_as_they_are_or_not_at_all(ranks: Any, slots: Any)
     """A converted copy of an output would lose its result without a word."""
     with pytest.raises(TypeError):
         RankHeap(2).offer(ranks, slots)
-
-
-# -- loading --------------------------------------------------------------------------------------
 
 
 class _Finder:

@@ -120,9 +120,6 @@ def test_searches_are_the_same(each_kernel: EachKernel, search: Callable[..., An
     require_equal(each_kernel(lambda: search(torch.Generator().manual_seed(2))))
 
 
-# -- choosing -------------------------------------------------------------------------------------
-
-
 def test_environment_variable_chooses_the_kernel(kernel: str) -> None:
     for tree_class in TREES:
         assert tree_class(3).kernel == kernel

@@ -85,8 +85,6 @@ def test_single_value_is_set_for_many_slots(kernel: str) -> None:
     assert (tree.total, tree.leaves.tolist()) == (0, [0] * 6)
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
 BAD_WEIGHTS = [math.nan, -1.0, -1e-45, -1e-300, math.inf, -math.inf, 1e39]
 
 
@@ -205,9 +203,6 @@ def test_an_empty_batch_does_nothing(kernel: str, memory: Callable[[Any], Any]) 
     tree.update_range(3, torch.empty(0))
     assert tree[[]].tolist() == []
     assert memory(tree) == before
-
-
-# -- limits of the numbers ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

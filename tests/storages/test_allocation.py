@@ -71,12 +71,6 @@ def test_the_tighter_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert available_memory(CPU) == expected
 
 
-def _groups(folder: Path, layout: dict[str, str]) -> None:
-    for name, text in layout.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 @pytest.mark.parametrize(
     ("layout", "free"),
     [
@@ -105,7 +99,9 @@ def _groups(folder: Path, layout: dict[str, str]) -> None:
 def test_the_limit_of_a_container_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layout: dict[str, str], free: int | None
 ) -> None:
-    _groups(tmp_path, layout)
+    for name, text in layout.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(memory, "FilePath", lambda _: tmp_path)
     assert memory._free_of_group() == free
 

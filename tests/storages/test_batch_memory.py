@@ -98,37 +98,22 @@ def test_transforms_reuse_memory_of_earlier_batches(kind: str) -> None:
     assert len(known) <= 6
 
 
-def _sample(rb: ReplayBuffer) -> Any:
-    return rb.sample()
-
-
-def _index(rb: ReplayBuffer) -> Any:
-    return rb[torch.randint(ROWS, (8,))]
-
-
 WAYS: dict[str, tuple[dict[str, Any], Callable[[ReplayBuffer], Any]]] = {
-    "sample": ({}, _sample),
-    "contiguous": ({"contiguous": True}, _sample),
-    "prefetch": ({"prefetch": 2}, _sample),
-    "index": ({}, _index),
+    "sample": ({}, lambda rb: rb.sample()),
+    "contiguous": ({"contiguous": True}, lambda rb: rb.sample()),
+    "prefetch": ({"prefetch": 2}, lambda rb: rb.sample()),
+    "index": ({}, lambda rb: rb[torch.randint(ROWS, (8,))]),
 }
-
-
-def _in_memory(_: Path) -> Any:
-    return LazyTensorStorage(ROWS)
-
-
-def _deduplicated(_: Path) -> Any:
-    return LazyTensorStorage(ROWS, dedup_next=True)
-
-
-def _in_files(folder: Path) -> Any:
-    return LazyMemmapStorage(ROWS, scratch_dir=str(folder))
+STORAGES: dict[str, Callable[[Path], Any]] = {
+    "in memory": lambda _: LazyTensorStorage(ROWS),
+    "stored once": lambda _: LazyTensorStorage(ROWS, dedup_next=True),
+    "in files": lambda folder: LazyMemmapStorage(ROWS, scratch_dir=str(folder)),
+}
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", [_in_memory, _deduplicated, _in_files])
+@pytest.mark.parametrize("make", STORAGES.values(), ids=STORAGES)
 def test_steady_loop_allocates_no_batch(
     way: str, make: Callable[[Path], Any], threads: None, tmp_path: Path
 ) -> None:
@@ -205,7 +190,8 @@ def test_kept_batches_keep_their_values(threads: None) -> None:
         assert (view == ids[:, None] + 1).all()
 
 
-def test_batches_stay_whole_in_several_threads() -> None:
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_batches_stay_whole_in_several_threads(threads: None) -> None:
     rb = _buffer(prefetch=2)
     passed: queue.Queue[Any] = queue.Queue(4)
     wrong: list[BaseException] = []

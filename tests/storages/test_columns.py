@@ -16,9 +16,6 @@ from replaykit.storages.columns import Columns
 from replaykit.storages.memory import carried
 from tests.support.refusals import refuses
 
-# -- dtypes and values ----------------------------------------------------------------------------
-
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch says that its half complex numbers are experimental
 
@@ -111,9 +108,6 @@ def test_gradients_stay_outside(storage_kind: Any) -> None:
     assert not rb.sample()["x"].requires_grad
     assert not rb[0]["x"].requires_grad
     assert rows["x"].requires_grad
-
-
-# -- gather, view, scatter ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaves", ["a tensor", "wide leaves"])

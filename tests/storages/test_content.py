@@ -17,7 +17,6 @@ from replaykit import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
-    TensorStorage,
 )
 from replaykit.errors import SchemaError
 from replaykit.storages.content import Content
@@ -121,9 +120,6 @@ def test_columns_that_do_not_fit_their_schema_are_refused(columns: Any, message:
     state = Content.of_items([torch.zeros(2), torch.ones(2)]).to_state()
     state["groups"][0]["columns"] = columns
     refuses(ValueError, message, Content.from_state, state)
-
-
-# -- state dicts of storages ----------------------------------------------------------------------
 
 
 def _ids(storage: Any) -> list[int]:
@@ -263,14 +259,6 @@ def test_copies_are_independent(
     unused = storage_kind(4)
     again = pickle.loads(pickle.dumps(unused))
     assert len(again) == len(unused) == 0
-
-
-def test_a_copy_of_wrapped_data_has_its_own_memory() -> None:
-    data = torch.arange(3)
-    twin = copy.deepcopy(TensorStorage(data))
-    twin.set(0, torch.tensor(9))
-    assert data.tolist() == [0, 1, 2]
-    assert twin[:].tolist() == [9, 1, 2]
 
 
 def test_ragged_rows_survive_every_way(tmp_path: Any, fingerprint: Any) -> None:

@@ -72,17 +72,11 @@ def test_core_and_torch_store_equal_rows(
                 assert same_rows(want, storage.read(index, contiguous=contiguous))
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("core", [True, False])
 def test_slots_outside_are_refused(core: bool) -> None:
     rb = _with(through([0, 1, 2]), 40, core=core)
     for slot in (-1, 2, 40, 2**40):
         refuses(IndexError, rf"\[0, 2\).*{slot}", rb.storage.read, torch.tensor([0, slot]))
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("core", [True, False])
@@ -100,9 +94,6 @@ def test_core_follows_moved_memory(core: bool, transitions: Any, same_rows: Any)
         address = column.data_ptr()
         column.share_memory_()
         assert column.data_ptr() != address or column.is_shared()
-
-
-# -- the core by itself ---------------------------------------------------------------------------
 
 
 def _core(**changes: Any) -> Any:

@@ -80,7 +80,7 @@ def test_random_calls_match_dense_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lanes = (2,) if kind == "lanes" else ()
-    files = {"scratch_dir": tmp_path / "rows", "recover": True}
+    files: dict[str, Any] = {"scratch_dir": tmp_path / "rows", "recover": True}
     twins = Twins(kind, lanes, SLOTS, LazyMemmapStorage, length=4, **files)
     rows, draw = Rows(transitions, seed, kind), random.Random(seed)
     for _ in range(32):

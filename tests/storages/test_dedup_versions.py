@@ -17,18 +17,9 @@ from tests.checkpoint.make_dedup import KINDS, SLOTS, dense, rows
 FIXTURES = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "dedup-2"
 
 
-def _size(kind: str, slots: int = SLOTS) -> int:
-    return slots * (2 if kind == "lanes" else 1)
-
-
 def _storage(kind: str, make: Any = LazyTensorStorage, slots: int = SLOTS, **options: Any) -> Any:
     options = {"dedup_next": True, **KINDS[kind], **options}
-    return make(_size(kind, slots), **options)
-
-
-def _continue(kind: str, *buffers: ReplayBuffer) -> None:
-    for rb in buffers:
-        rb.extend(rows(kind, 28, 7))
+    return make(slots * (2 if kind == "lanes" else 1), **options)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -49,7 +40,8 @@ def test_checkpoints_of_version_2_are_read(
         return
     rb.loads(FIXTURES / kind, mmap=mmap)
     assert same_rows(rb[:], expected[:])
-    _continue(kind, rb, expected)
+    for buffer in (rb, expected):
+        buffer.extend(rows(kind, 28, 7))
     assert same_rows(rb[:], expected[:])
     rb.dumps(tmp_path / "again")
     again = ReplayBuffer(storage=_storage(kind, slots=slots, dedup_next=False))

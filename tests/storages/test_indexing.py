@@ -19,8 +19,6 @@ from replaykit.storages.indexing import (
 )
 from tests.support.refusals import refuses
 
-# -- rows of one dimension ------------------------------------------------------------------------
-
 INDICES: dict[str, Any] = {
     "int": 2,
     "last": -1,
@@ -163,9 +161,6 @@ def test_huge_slice_costs_only_selected_rows() -> None:
     assert index.tolist() == [2**40, 2**39, 0]
 
 
-# -- low-level writes -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cursor", "slots"),
     [
@@ -245,8 +240,6 @@ def test_set_without_the_cursor_replaces_and_adds_nothing(
         rb.storage.set([0, 1], make_rows(10, 3))
     assert snapshot(rb) == before
 
-
-# -- several dimensions ---------------------------------------------------------------------------
 
 CELLS: list[Any] = [
     1,

@@ -14,8 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaykit.storages.ledger import Ledger
 from tests.support.refusals import refuses
 
-# -- the model ------------------------------------------------------------------------------------
-
 
 @dataclass
 class Model:
@@ -212,9 +210,6 @@ LedgerMachine.TestCase.settings = settings(
 @pytest.mark.pitfall("WR11")
 class TestAgainstRows(LedgerMachine.TestCase):
     """Sequences of extend, place, clear, save, restore equal writing row by row (WR6, WR11)."""
-
-
-# -- by hand --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tables", [False, True], ids=["counters", "tables"])

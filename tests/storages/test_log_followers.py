@@ -136,9 +136,6 @@ def test_a_follower_finds_what_has_changed(follower: Any, overtaken: bool) -> No
     assert read() == WANTED[follower]
 
 
-# -- changes that a follower learns late ----------------------------------------------------------
-
-
 def _ranked() -> ReplayBuffer:
     sampler = PrioritizedSampler(alpha=1.0, beta=1.0)
     return ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=4)
@@ -179,9 +176,6 @@ def test_rows_set_in_place_end_episodes_at_once() -> None:
     assert buffer.episodes.lengths.tolist() == [3, 1, 2]
     buffer.extend(steps(False))
     assert buffer.episodes.lengths.tolist() == [3, 1, 2, 1]
-
-
-# -- other processes ------------------------------------------------------------------------------
 
 
 def _observed(first: int, count: int) -> TensorDict:

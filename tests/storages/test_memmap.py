@@ -16,8 +16,6 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, ReplayBuffer
 
-# -- files ----------------------------------------------------------------------------------------
-
 
 def test_wide_keys_get_separate_files_and_small_keys_share_one(
     tmp_path: Path, make_rows: Any, files_in: Any
@@ -149,9 +147,6 @@ def test_lanes_lie_in_files_as_in_memory(tmp_path: Path, make_lanes: Any) -> Non
     assert isinstance(rb.storage[:], TensorDict)
 
 
-# -- existing files -------------------------------------------------------------------------------
-
-
 @pytest.mark.pitfall("RD13")
 def test_existing_files_are_refused_and_untouched(
     tmp_path: Path, make_rows: Any, files_in: Any
@@ -193,9 +188,6 @@ def test_existing_files_are_reused_as_space_only(
 def test_other_devices_are_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="expected device cpu for memory-mapped files, got"):
         LazyMemmapStorage(5, device=device)
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 def _anonymous_mib() -> float:

@@ -72,9 +72,6 @@ def _index(draw: Any, count: int, ndim: int) -> torch.Tensor:
     return cells.long() if ndim > 1 else cells.long()[:, 0]
 
 
-# -- the same as torch ----------------------------------------------------------------------------
-
-
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(
     data=st.data(),
@@ -205,9 +202,6 @@ def test_a_ring_is_written_from_addresses_as_torch_writes_it(
     plain.scatter(slots, values, slice(skipped, None))
     for path in core.tensors:
         assert same_bits(core[path], plain[path])
-
-
-# -- refused --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

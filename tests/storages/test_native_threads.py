@@ -1,4 +1,4 @@
-"""Rows moved by the core: shared by threads, beside threads, and in forked processes."""
+"""Rows moved by the core: shared by threads, and beside threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ from replaykit.storages.columns import Columns
 WIDE = 3 * 2**20 // 4
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def _wide_columns() -> Columns:
     """12 rows of 3 MiB, and a number beside each."""
     ids = torch.arange(12)
@@ -35,10 +27,12 @@ def _wide_columns() -> Columns:
     return Columns(Schema(rows.root), rows.leaves, 1)
 
 
-def _check_wide(columns: Columns, index: torch.Tensor, contiguous: bool = False) -> None:
-    got = columns.gather(index, contiguous=contiguous)
-    for path, leaf in got.items():
-        assert torch.equal(leaf, columns[path][index])
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_wide_rows_are_the_same_with_two_threads(two_threads: None) -> None:
@@ -47,7 +41,9 @@ def test_wide_rows_are_the_same_with_two_threads(two_threads: None) -> None:
     for index in ([0], [5, 5], [11, 0, 3, 3, 7]):
         for contiguous in (True, False):
             for columns.advise in (True, False):
-                _check_wide(columns, torch.tensor(index), contiguous)
+                got = columns.gather(torch.tensor(index), contiguous=contiguous)
+                for path, leaf in got.items():
+                    assert torch.equal(leaf, columns[path][index])
     slots = torch.tensor([7, 2, 3])
     values = {path: columns[path][[0, 1, 4]].clone() for path in columns.tensors}
     columns.scatter(slots, values, slice(None))
@@ -56,27 +52,6 @@ def test_wide_rows_are_the_same_with_two_threads(two_threads: None) -> None:
     assert columns.scatter_ring(11, 3, [v.data_ptr() for v in values.values()], 0)
     for path, leaf in columns.tensors.items():
         assert torch.equal(leaf[[11, 0, 1]], values[path])
-
-
-def test_wide_rows_are_the_same_from_several_python_threads(two_threads: None) -> None:
-    columns = _wide_columns()
-    wrong: list[BaseException] = []
-
-    def read(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        try:
-            for _ in range(8):
-                _check_wide(columns, torch.randint(12, (3,), generator=generator))
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
 
 
 @pytest.mark.parametrize("way", ["gather", "mapped", "scatter", "ring"])

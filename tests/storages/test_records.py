@@ -25,9 +25,6 @@ def schema_of(leaves: Layout) -> Schema:
     return Schema(Branch("tensordict", children, TensorDict))
 
 
-# -- where leaves lie -----------------------------------------------------------------------------
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_leaves_of_a_record_are_aligned_apart_and_little_is_lost(
@@ -59,9 +56,6 @@ def test_leaves_of_a_record_are_aligned_apart_and_little_is_lost(
     assert layout.stride % widest == 0
     assert layout.stride <= 1.05 * total or layout.stride - total < widest
     assert layout.stride % layout.word.itemsize == 0
-
-
-# -- batches --------------------------------------------------------------------------------------
 
 
 def _rows(count: int = 6) -> TensorDict:

@@ -207,9 +207,6 @@ def test_index_built_from_overwritten_rows_is_discarded(
         assert found == wanted, name
 
 
-# -- observations that are stored once, and rows of a dead writer ---------------------------------
-
-
 def lone(first: int, count: int) -> TensorDict:
     """Rows that share no observation, so each needs an entry of the overflow table."""
     number = torch.arange(first, first + count)

@@ -20,8 +20,6 @@ class Point:
     y: torch.Tensor
 
 
-# -- wrapping -------------------------------------------------------------------------------------
-
 WRAPPED: dict[str, Any] = {
     "tensor": torch.arange(3),
     "tensordict": TensorDict({"a": torch.arange(3), "n": {"b": torch.ones(3, 2)}}, [3]),
@@ -117,9 +115,6 @@ def test_memory_beyond_the_filled_rows_is_never_read(monkeypatch: pytest.MonkeyP
     for values in (rb[:], rb.sample(50), storage.state_dict()["_storage"], storage.flatten()[:]):
         assert not values.isnan().any()
     assert len(storage.content().groups[0].columns[0]) == 3
-
-
-# -- lanes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("IF4")
@@ -299,9 +294,6 @@ def test_trajectories_as_rows_give_indices_over_their_steps() -> None:
     assert info["index"].shape == (6,)
     assert torch.equal(batch["index"], info["index"][:, None].expand(6, 4))
     assert torch.equal(batch["x"] // 4, batch["index"])
-
-
-# -- large capacities -----------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("WR10")
