@@ -320,14 +320,22 @@ def relaxed(examples: int) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@relaxed(15)
-@given(data=st.data(), log=st.sampled_from([8, 1 << 17]))
+@relaxed(12)
+@given(data=st.data())
 def test_handles_agree_with_a_plain_buffer(
-    name: str, log: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    name: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
+
+
+@relaxed(12)
+@given(data=st.data(), kind=st.sampled_from(["prioritized", "streams", "lanes", "references"]))
+def test_handles_agree_with_a_short_log(
+    data: st.DataObject, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_LOG_LENGTH", log)
-        work(KINDS[name], data, tmp_path_factory.mktemp("work"), data.draw(st.booleans()))
+        patch.setattr(shared, "_LOG_LENGTH", 8)
+        work(KINDS[kind], data, tmp_path_factory.mktemp("work"), False)
 
 
 @pytest.mark.long
