@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,3 +78,26 @@ def require_rebuilt(memory: Callable[[Any], tuple[bytes, bytes]]) -> Callable[[A
         assert before == memory(tree)
 
     return check
+
+
+@pytest.fixture
+def chi_square_p() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """p of Pearson's chi-square for counts against expectations; cells below 5 are merged."""
+
+    def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+        counts, expected = counts.double(), expected.double()
+        assert float(counts[expected == 0].sum()) == 0
+        small = (expected < 5) & (expected > 0)
+        kept = expected >= 5
+        pairs = [(counts[kept], expected[kept])]
+        if small.any():
+            pairs.append((counts[small].sum().reshape(1), expected[small].sum().reshape(1)))
+        seen, hoped = (torch.cat(column) for column in zip(*pairs, strict=True))
+        statistic = float(((seen - hoped) ** 2 / hoped).sum())
+        degrees = len(hoped) - 1
+        # Wilson and Hilferty: the cube root of chi-square over its degrees is nearly normal.
+        scale = 2 / (9 * degrees)
+        z = ((statistic / degrees) ** (1 / 3) - (1 - scale)) / math.sqrt(scale)
+        return 0.5 * math.erfc(z / math.sqrt(2))
+
+    return p_value

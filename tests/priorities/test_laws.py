@@ -3,50 +3,112 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from replaykit import SumSegmentTree
-from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
 
 F64 = torch.float64
 SMALLEST_P = 1e-6
+ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+def counts_of(
+    tree: Any, draws: int, cells: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """How often each cell was drawn; ``cells`` maps slots to cells."""
+    counts = torch.zeros(int(cells.max()) + 1, dtype=torch.int64)
+    for _ in range(draws // 500_000):
+        index, _ = tree.draw(500_000, generator=generator)
+        counts += torch.bincount(cells[index], minlength=len(counts))
+    return counts
 
 
 def spread(count: int, decades: float, generator: torch.Generator) -> torch.Tensor:
     return 10 ** (torch.rand(count, dtype=F64, generator=generator) * decades)
 
 
-def test_independent_draws_follow_the_weights(kernel: str) -> None:
+def test_chi_square_statistic_equals_known_values(chi_square_p: ChiSquare) -> None:
+    """Against exact values: chi-square with 9 degrees exceeds 16.919 once in 20 times."""
+    expected = torch.full((10,), 100.0)
+    counts = expected.clone()
+    counts[0] += math.sqrt(16.919 * 50)
+    counts[1] -= math.sqrt(16.919 * 50)
+    assert chi_square_p(counts, expected) == pytest.approx(0.05, rel=0.02)
+    assert chi_square_p(expected, expected) > 0.999
+
+
+def test_independent_draws_follow_the_weights(kernel: str, chi_square_p: ChiSquare) -> None:
     """64 weights over three decades; an error of a per cent in one of them would show."""
     generator = torch.Generator().manual_seed(12)
     weights = spread(64, 3, generator).float()
     tree = SumSegmentTree(64)
     tree.load(weights)
     draws = 1_000_000 if kernel == "torch" else 10_000_000
-    counts = torch.zeros(64, dtype=torch.int64)
-    for _ in range(draws // 500_000):
-        index, _ = tree.draw(500_000, generator=generator)
-        counts += torch.bincount(index, minlength=64)
+    counts = counts_of(tree, draws, torch.arange(64), generator)
     share = weights.double() / weights.double().sum()
-    assert chi_square_p(counts.tolist(), (share * draws).tolist()) > SMALLEST_P
+    assert chi_square_p(counts, share * draws) > SMALLEST_P
+    heaviest = int(share.argmax())
     wrong = share.clone()
-    wrong[share.argmax()] *= 1.01
+    wrong[heaviest] *= 1.01
     if draws > 5_000_000:
-        expected = wrong / wrong.sum() * draws
-        assert chi_square_p(counts.tolist(), expected.tolist()) < SMALLEST_P
+        assert chi_square_p(counts, wrong / wrong.sum() * draws) < SMALLEST_P
 
 
-def test_ten_million_equal_slots_are_drawn_equally_often() -> None:
+def test_draws_follow_the_weights_after_many_updates(kernel: str, chi_square_p: ChiSquare) -> None:
+    """Sums that were adjusted by differences would have drifted: 22 decades came and went."""
+    generator = torch.Generator().manual_seed(16)
+    capacity = 4096
+    tree = SumSegmentTree(capacity)
+    for _ in range(20 if kernel == "torch" else 200):
+        index = torch.randint(0, capacity, (2048,), generator=generator)
+        tree.update(index, spread(2048, 22, generator))
+        tree.update(index, torch.rand(2048, generator=generator))
+    weights = torch.rand(capacity, generator=generator)
+    tree.update(torch.randperm(capacity, generator=generator), torch.rand(capacity))
+    tree.update(torch.arange(capacity), weights)
+    draws = 500_000
+    counts = counts_of(tree, draws, torch.arange(capacity) // 8, generator)
+    share = weights.double().reshape(-1, 8).sum(1) / weights.double().sum()
+    assert chi_square_p(counts, share * draws) > SMALLEST_P
+
+
+@pytest.mark.pitfall("PR8")
+def test_draws_follow_a_million_weights_over_eight_decades(
+    kernel: str, chi_square_p: ChiSquare
+) -> None:
+    """PR8: zeros between them are never drawn; each decade is drawn as often as it weighs."""
+    generator = torch.Generator().manual_seed(8)
+    capacity = 1_000_000
+    decades = torch.rand(capacity, dtype=F64, generator=generator) * 8
+    weights = (10**decades).float()
+    zero = torch.rand(capacity, generator=generator) < 0.5
+    weights[zero] = 0
+    tree = SumSegmentTree(capacity)
+    tree.load(weights)
+    cells = torch.where(zero, 8, decades.floor().long())
+    draws = 500_000
+    counts = counts_of(tree, draws, cells, generator)
+    assert int(counts[8]) == 0
+    share = torch.zeros(9, dtype=F64).index_add_(0, cells, weights.double())
+    assert chi_square_p(counts[:8], (share / share.sum() * draws)[:8]) > SMALLEST_P
+
+
+def test_ten_million_equal_slots_are_drawn_equally_often(
+    with_kernel: Callable[[str], Any], chi_square_p: ChiSquare
+) -> None:
     """Uniforms of 24 bits would own one slot or two each, and odd slots more often than even."""
     tree = SumSegmentTree(10_000_000)
     tree.fill(1.0)
     generator = torch.Generator().manual_seed(13)
     index = torch.cat([tree.draw(500_000, generator=generator)[0] for _ in range(20)])
     for cells in (index % 2, index % 3, index * 1024 // 10_000_000):
-        assert chi_square_p(torch.bincount(cells).tolist()) > SMALLEST_P
+        counts = torch.bincount(cells)
+        assert chi_square_p(counts, torch.full(counts.shape, len(index) / len(counts))) > SMALLEST_P
 
 
 def test_strata_bound_every_batch(kernel: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import threading
 from collections.abc import Callable
@@ -128,6 +129,15 @@ def test_files_of_a_mapped_storage(
     again = mapped(9, existsok=True)
     again.extend(rows)
     assert len(again) == 9
+
+
+def test_files_are_removed_with_the_storage(temporary: Path, transitions: Any) -> None:
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, dedup_next=True))
+    rb.extend(transitions(0).steps(40))
+    assert list(temporary.iterdir())
+    del rb
+    gc.collect()
+    assert not list(temporary.iterdir())
 
 
 # -- saved and loaded -----------------------------------------------------------------------------
