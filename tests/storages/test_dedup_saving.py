@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
