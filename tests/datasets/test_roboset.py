@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from replaykit import ImmutableDatasetWriter, LazyMemmapStorage, ReplayBuffer, TensorStorage
-from replaykit.datasets import RobosetExperienceReplay
+from replaykit.datasets import Policies, RobosetExperienceReplay
+from replaykit.errors import CorpusError, DownloadError
 from replaykit.transforms import ExcludeTransform
 from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
 from tests.datasets.trials import ROBOSET_ID as ID
 from tests.datasets.trials import ROBOSET_REPO as REPO
 from tests.datasets.trials import assert_ted, construct, served, write_file
+from tests.support import Fault
 
 
 def test_there_are_twenty_data_sets_in_their_groups():
@@ -153,9 +158,6 @@ def test_a_saved_data_set_continues_with_the_batches_of_its_generator(serve, sma
             assert all(batch[key].equal(found[key]) for key in batch.keys(True, True))
 
 
-# -- split trajectories ---------------------------------------------------------------------------
-
-
 @pytest.mark.pitfall("DS6")
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, order):
@@ -164,7 +166,6 @@ def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, o
     asked = serving.requests
     found[order[1]] = construct(root, split_trajs=order[1])
     found_again = construct(root, split_trajs=order[0])
-    assert serving.requests == asked
     assert (found_again[:] == found[order[0]][:]).all()
 
     flat, split = found[False][:], found[True][:]
@@ -179,69 +180,38 @@ def test_split_and_flat_hold_the_same_rows_in_either_order(serve, small, root, o
     assert split["traj_ids"][inside].tolist() == [
         e for e, n in enumerate(lengths) for _ in range(n)
     ]
-    assert found[True].sample(3).batch_size == torch.Size([3, 5])
-
-
-def test_split_batch_carries_its_index_over_the_steps(serve, small, root):
-    serve(*small)
-    data = construct(root, split_trajs=True)
-    batch, info = data.sample(6, return_info=True)
-    assert batch["index"].shape == (6, 5)
-    assert info["index"].shape == (6,)
+    batch, info = found[True].sample(6, return_info=True)
+    assert batch.batch_size == batch["index"].shape == (6, 5)
     assert (batch["index"] == info["index"][:, None]).all()
+    found[False].delete()
+    for download in (True, False):
+        assert len(construct(root, split_trajs=True, download=download)) == 5
+    assert serving.requests == asked
 
 
 OTHER = "DAPG(human)/door_v2d-v1"
 
 
-@pytest.fixture
-def wrong(serve, small, root, request):
-    """A root in which a copy of another data set, or of other rules, lies as the one of ``ID``."""
-    serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
-    what = request.param
-    dataset_id = OTHER if what == "id" else ID
-    found = [
-        RobosetExperienceReplay(dataset_id, 4, root=root, split_trajs=split).data_path
-        for split in (False, True)
-    ]
-    for path, name in zip(found, (ID, f"{ID}_split"), strict=True):
-        if what == "id":
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            path.rename(root / name)
-        else:
-            text = (path / "manifest.json").read_text()
-            assert '"layout_version": 1' in text
-            changed = text.replace('"layout_version": 1', '"layout_version": 0')
-            (path / "manifest.json").write_text(changed)
-    return {"id": r"whose dataset_id is 'DAPG", "version": r"another layout"}[what]
-
-
-@pytest.mark.parametrize("wrong", ["id", "version"], indirect=True)
 @pytest.mark.parametrize("download", [True, False])
-def test_folder_of_another_identity_is_reported_not_served(root, wrong, download):
+def test_folder_of_another_identity_is_reported_not_served(serve, small, root, download):
     """P8: for the flat form, for both together, and for the split form alone."""
+    serve(*small, **{f"{OTHER}/seed0/d.h5": small[0]})
+    (root / ID).parent.mkdir(parents=True)
+    for split, name in ((False, ID), (True, f"{ID}_split")):
+        other = RobosetExperienceReplay(OTHER, 4, root=root, split_trajs=split)
+        other.data_path.rename(root / name)
     for split in (False, True):
-        with pytest.raises(RuntimeError, match=rf"{wrong}.*force"):
+        with pytest.raises(RuntimeError, match=r"whose dataset_id is 'DAPG.*force"):
             construct(root, download=download, split_trajs=split)
     shutil.rmtree(root / ID)
-    with pytest.raises(RuntimeError, match=rf"_split .*{wrong}"):
+    with pytest.raises(RuntimeError, match=r"_split .*whose dataset_id is 'DAPG"):
         construct(root, download=download, split_trajs=True)
-    assert len(construct(root, download="force", split_trajs=True)) == 5
-
-
-@pytest.mark.parametrize("download", [True, False])
-def test_one_form_in_the_place_of_the_other_is_reported(serve, small, root, download):
-    serve(*small)
-    construct(root, split_trajs=True)
-    flat, split = root / ID, root / f"{ID}_split"
-    flat.rename(root / "kept")
-    split.rename(flat)
+    split = construct(root, download="force", split_trajs=True)
+    assert len(split) == 5
+    construct(root).delete()
+    split.data_path.rename(root / ID)
     with pytest.raises(RuntimeError, match="whose form is 'split trajectories'"):
         construct(root, download=download)
-    flat.rename(root / "gone")
-    (root / "kept").rename(split)
-    with pytest.raises(RuntimeError, match="whose form is None, but 'split trajectories'"):
-        construct(root, download=download, split_trajs=True)
 
 
 def test_delete_removes_only_the_copy_in_use(serve, small, root):
@@ -260,19 +230,118 @@ def test_delete_removes_only_the_copy_in_use(serve, small, root):
     assert len(split.sample()) == len(flat.sample()) == 4  # what is open stays readable
 
 
-def test_split_alone_is_enough_once_it_is_there(serve, small, root):
+# -- from the Hub to the disk ---------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("DS12")
+def test_room_for_the_columns_is_looked_at_before_the_download(serve, small, root, monkeypatch):
     serving = serve(*small)
+    total = sum(path.stat().st_size for path in small)
+    usage = SimpleNamespace(free=2 * total - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    said = rf"{total:,} bytes to download, and about {total:,} bytes .* {2 * total - 1:,} bytes are"
+    with pytest.raises(OSError, match=said) as caught:
+        construct(root)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(root / ID) in str(caught.value)
+    assert serving.hub.bytes_served == 0
+    assert not root.exists() or not list(root.rglob("*.memmap"))
+    # What is asked for may be less than what the files hold.
+    smaller = Policies(casts={"float64": "float32"})
+    assert len(construct(root, policies=smaller)) == 17
+    shutil.rmtree(root)
+    # What is there already asks for nothing; how much the columns take is known then.
+    assert len(construct(root)) == 17
+
+
+@pytest.mark.pitfall("DS4")
+@pytest.mark.parametrize("failure", ["server", "file"])
+def test_force_keeps_the_old_copy_until_the_new_one_is_complete(
+    serve, small, root, tmp_path, failure
+):
+    serving = serve(*small)
+    old = construct(root)
+    before, new = old[:].clone(), write_file(tmp_path / "n.h5", 8)
+    more = {} if failure == "server" else {f"{ID}/seed9/bad.h5": b"no"}
+    serving.hub.commit(REPO, served(new) | more)
+    if failure == "server":
+        wrong = bytes(reversed(new.read_bytes()))
+        serving.hub.faults.append(Fault(path="*x_trace.h5", method="GET", body=wrong))
+    with pytest.raises(DownloadError if failure == "server" else CorpusError):
+        construct(root, download="force")
+    again = construct(root, download=False)
+    assert (again[:] == before).all()
+    assert (old[:] == before).all()
+
+
+def test_forced_download_takes_current_hub_files(serve, small, root, tmp_path):
+    serving = serve(*small)
+    old = construct(root)
     construct(root, split_trajs=True)
-    construct(root).delete()
+    serving.hub.commit(REPO, served(write_file(tmp_path / "new.h5", 8)))
+    assert len(construct(root)) == 17  # pinned until it is forced
+    new = construct(root, download="force")
+    # The commit replaced the first file: 7 rows in place of 10, beside the 7 of the second.
+    assert torch.bincount(new["seed"]).tolist() == [7, 7]
+    assert len(construct(root, download=False)) == 14
+    assert construct(root, split_trajs=True)[:].batch_size == torch.Size([1 + 2, 7])
+    assert len(old[:]) == 17  # what is open stays as it was
+
+
+def test_cache_that_may_only_be_read_is_used_all_the_same(serve, small, root, monkeypatch):
+    serve(*small)
+    construct(root)
+    shutil.rmtree(root)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.write_text", refuse)
+    assert len(construct(root)) == 17
+
+
+# -- offline --------------------------------------------------------------------------------------
+
+
+def test_offline_client_uses_the_last_commit_that_is_complete(
+    serve, small, root, tmp_path, monkeypatch
+):
+    """D7: the remembered listing and the cache are enough, also after a download that failed."""
+    serving = serve(*small)
+    construct(root)
+    new = write_file(tmp_path / "new.h5", 8)
+    serving.hub.commit(REPO, served(new))
+    wrong = bytes(reversed(new.read_bytes()))
+    serving.hub.faults.append(Fault(path="*seed0*", method="GET", body=wrong))
+    with pytest.raises(DownloadError):
+        construct(root, download="force")
+    with monkeypatch.context() as offline:
+        offline.setenv("HF_HUB_OFFLINE", "1")
+        asked = serving.requests
+        assert len(construct(tmp_path / "elsewhere")) == 17
+        assert serving.requests == asked
+    serving.hub.faults.clear()
+    assert len(construct(root, download="force")) == 14
+    shutil.rmtree(root)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = serving.requests
-    assert len(construct(root, split_trajs=True)) == 5
-    assert len(construct(root, split_trajs=True, download=False)) == 5
+    assert len(construct(root)) == 14
     assert serving.requests == asked
 
 
-def test_split_form_follows_refetched_flat_form(serve, small, root, tmp_path):
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_offline_client_without_a_cache_or_its_listing_says_so(
+    serve, small, root, monkeypatch, is_damaged
+):
     serving = serve(*small)
-    construct(root, split_trajs=True)
-    serving.hub.commit(REPO, served(write_file(tmp_path / "new.h5", 8, 3)))
-    construct(root, download="force")
-    assert construct(root, split_trajs=True)[:].batch_size == torch.Size([2 + 2, 7])
+    if is_damaged:
+        construct(root)
+        shutil.rmtree(root)
+        (memory,) = serving.cache.rglob("replaykit/*.json")
+        memory.write_text(memory.read_text()[:-20])
+    asked = serving.requests
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = "(?s)offline mode forbids every request.*HF_HUB_OFFLINE"
+    with pytest.raises(FileNotFoundError, match=said):
+        construct(root)
+    assert serving.requests == asked

@@ -79,6 +79,7 @@ def hub(tmp_path, point_client_at):
         yield hub
 
 
+@pytest.mark.pitfall("IF9")
 @pytest.mark.parametrize(
     ("name", "lengths", "seeds"),
     [
