@@ -357,17 +357,6 @@ def test_excluded_columns_still_reveal_foreign_rewards(tmp_path, left_out):
         convert(path, ROBOHIVE, tmp_path / "data", policies=Policies(**left_out))
 
 
-def test_valid_excluded_columns_are_left_out(tmp_path):
-    path = _robohive(tmp_path / "a.h5")
-    policies = Policies(exclude=["info", ("next", "info"), "observation", ("next", "observation")])
-    rows = convert(path, ROBOHIVE, tmp_path / "data", policies=policies)[:]
-    whole = convert(path, ROBOHIVE, tmp_path / "whole")[:]
-    assert "observation" not in rows
-    assert "info" not in rows
-    for key in ("action", ("next", "reward"), ("next", "done")):
-        assert rows[key].equal(whole[key])
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_excluded_isaac_lab_observations_still_reveal_late_records(tmp_path, strict):
     actions = np.random.default_rng(0).normal(size=(6, 2))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from isal import isal_zlib
 
 from replaykit.datasets.engine import h5_values
 from replaykit.datasets.engine.h5 import open_h5
@@ -131,83 +128,15 @@ def test_damaged_chunks_are_refused_in_the_words_of_hdf5(tmp_path, stored):
         ours.read("values", 0, 1000)
 
 
-def test_small_chunks_are_left_to_hdf5_which_is_faster(tmp_path, taken, monkeypatch):
-    monkeypatch.undo()
-    assert h5_values._LEAST_CHUNK_BYTES > 1
-    values = np.arange(70_000, dtype=np.float32).reshape(10_000, 7)
-    path = _write(tmp_path / "a.h5", values, chunks=(4, 7), **GZIP)
-    into = np.empty_like(values)
-    with h5py.File(path) as file:
-        assert not h5_values.inflate(file["values"].id, 0, 10_000, into, h5py.h5t.NATIVE_FLOAT)
-
-
 def test_no_record_beyond_the_end_is_made_up(tmp_path):
     values = np.arange(40_960, dtype=np.float32).reshape(10, 4096)
     path = _write(tmp_path / "a.h5", values, chunks=(8, 4096), **GZIP)
-    into = np.empty((9, 4096), np.float32)
-    with h5py.File(path) as file:
-        node = file["values"].id
-        assert h5_values.inflate(node, 5, 10, into[:5], h5py.h5t.NATIVE_FLOAT)
-        np.testing.assert_array_equal(into[:5], values[5:])
-        assert not h5_values.inflate(node, 5, 14, into, h5py.h5t.NATIVE_FLOAT)
+    with open_h5(path) as file:
+        np.testing.assert_array_equal(file.read("values", 5, 10), values[5:])
+        with pytest.raises(CorpusError, match="values"):
+            file.read("values", 5, 14)
 
 
 def test_without_the_library_hdf5_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(h5_values, "_decompressor", lambda: None)
     _check(_write(tmp_path / "a.h5", np.arange(40_000.0).reshape(1000, 40), **GZIP))
-
-
-@dataclass
-class Answering:
-    """A low-level dataset that gives each chunk as it is told to."""
-
-    node: Any
-    chunk: tuple[int, bytes] | Exception
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.node, name)
-
-    def read_direct_chunk(self, _: tuple[int, ...]) -> tuple[int, bytes]:
-        if isinstance(self.chunk, Exception):
-            raise self.chunk
-        return self.chunk
-
-
-@pytest.fixture
-def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
-    """Whether an array was inflated, given what its chunk is said to be."""
-    values = np.zeros((1000, 30), np.float32)
-    with h5py.File(_write(tmp_path / "a.h5", values, chunks=(1000, 30), **GZIP)) as file:
-        node = file["values"].id
-
-        def run(chunk: tuple[int, bytes] | Exception, into: np.ndarray[Any, Any] = values) -> bool:
-            return h5_values.inflate(Answering(node, chunk), 0, 1000, into, h5py.h5t.NATIVE_FLOAT)
-
-        yield run
-
-
-WHOLE = (0, zlib.compress(bytes(120_000)))
-
-
-def test_unreadable_chunk_is_left_to_hdf5(inflated):
-    assert inflated(WHOLE)
-    for error in (OSError, ValueError, KeyError, RuntimeError):
-        assert not inflated(error("no such chunk"))
-    assert not inflated((0, b"no zlib at all"))
-
-
-@pytest.mark.parametrize("error", [MemoryError, TypeError])
-def test_no_other_fault_is_hidden(inflated, monkeypatch, error):
-    with pytest.raises(error, match="of another kind"):
-        inflated(error("of another kind"))
-    into = np.empty((1000, 30), np.float32)
-    into.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
-        inflated(WHOLE, into)
-
-    def raising(*_: object) -> bytes:
-        raise error("of another kind")
-
-    monkeypatch.setattr(isal_zlib, "decompressobj", raising)
-    with pytest.raises(error, match="of another kind"):
-        inflated(WHOLE)

@@ -27,9 +27,6 @@ SHA256 = {
     "d4rl/antmaze-umaze-v0.hdf5": (
         "6f31d8a502398cbde4107830b54f415b26039a8b07c8a6aa62c9a1d45c71f160"
     ),
-    "d4rl_like/scoring_zero_rows.hdf5": (
-        "56cb1069e034b41328e7408885476860cfbd40a8e867b3e0b28c11d8cac42b8a"
-    ),
     "robomimic/robomimic_ph_lift_low_dim.hdf5": (
         "143fbf6bc2b7c649bd2e88c0de659df4cc48c207eb6dd41b01c11847b12a992f"
     ),

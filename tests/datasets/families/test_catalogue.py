@@ -33,6 +33,8 @@ from tests.datasets.mutated.running import check
 from tests.datasets.trials import write_steps
 from tests.support import LoopbackHub
 
+LEAVING = "names with '/' between them as an id"
+
 
 def robomimic(path: Path) -> Path:
     demos = {f"demo_{k}": demo(k + 3, seed=k) for k in range(3)}
@@ -116,31 +118,18 @@ def test_filters_of_robomimic_are_splits(tmp_path, hub):
         RobomimicExperienceReplay("lift/ph/low_dim", 2, root=tmp_path / "root", split="test")
 
 
-def test_user_files_replace_hub_download(tmp_path):
-    path = robomimic(tmp_path / "mine.hdf5")
-    options = {"root": tmp_path / "root", "source": path}
-    data = RobomimicExperienceReplay("can/mh/low_dim", 2, **options)
-    assert len(data) == 12
-    assert data.data_path_root == tmp_path / "root/can/mh/low_dim"
-    assert RobomimicExperienceReplay("can/mh/low_dim", 2, split="valid", **options)[:].shape == (4,)
-
-
 @pytest.mark.filterwarnings("ignore:.*V15:UserWarning")  # stale counts of robomimic
-@pytest.mark.parametrize("family", ["robomimic", "libero", "roboset"])
+@pytest.mark.parametrize("family", ["robomimic", "roboset"])
 def test_user_files_accept_any_id(tmp_path, family):
     path = corpus(family, tmp_path / "files")
     options = {"root": tmp_path / "root", "source": path}
     data = load_dataset(f"{family}:mine", 2, **options)
     assert data.data_path_root == tmp_path / "root/mine"
     check(CORPORA[family], path, data.published)
-    for bad in ("../up", "a//b", ""):
-        with pytest.raises(ValueError, match="names with '/' between them as an id"):
-            load_dataset(f"{family}:{bad}", 2, **options)
+    with pytest.raises(ValueError, match=LEAVING):
+        load_dataset(f"{family}:../up", 2, **options)
     with pytest.raises(ValueError, match=r"expected one of .*got 'mine'"):
         load_dataset(f"{family}:mine", 2, root=tmp_path / "root")
-
-
-LEAVING = "names with '/' between them as an id"
 
 
 @pytest.mark.parametrize(
@@ -209,12 +198,14 @@ def test_classes_take_policies_and_workers(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*infos/qvel. in a.hdf5 it stays the same:UserWarning")
 def test_a_class_takes_a_layout_that_an_error_advises(tmp_path):
+    """V39: Adroit human-v0 and cloned-v0 flag every 200 rows, wherever the hand is."""
     draw = np.linspace(0, 1, 40)[:, None] * np.ones(5)
     ends = {"terminals": np.zeros(40, bool), "timeouts": np.arange(40) % 10 == 9}
     state = {"observations": np.concatenate([draw, draw], 1), "infos/qpos": draw}
     write_steps(tmp_path / "a.hdf5", 40, **ends, **state, **{"infos/qvel": np.ones((40, 5))})
     options = {"root": tmp_path / "root", "source": tmp_path / "a.hdf5"}
-    with pytest.raises(CorpusError, match=r"accept them with D4RLLayout\(unreliable_ends=True\)"):
+    said = r"timeouts, record 9: 3 of 3 ends .*accept them with D4RLLayout\(unreliable_ends=True\)"
+    with pytest.raises(CorpusError, match=rf"{said}.*V39"):
         D4RLExperienceReplay("mine", 2, **options)
     layout = D4RLLayout(unreliable_ends=True)
     for _ in range(2):

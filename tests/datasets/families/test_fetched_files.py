@@ -52,8 +52,13 @@ def hub(tmp_path: Path, point_client_at: Any, monkeypatch: pytest.MonkeyPatch) -
         yield hub
 
 
-@pytest.mark.parametrize("what", STRANGE)
-@pytest.mark.parametrize("name", HOSTED)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((name, "a Git LFS pointer") for name in HOSTED),
+        *(("robomimic:lift/ph/low_dim", what) for what in STRANGE),
+    ],
+)
 def test_non_h5_download_is_named_and_publishes_nothing(
     hub: LoopbackHub, tmp_path: Path, name: str, what: str
 ) -> None:
@@ -67,17 +72,6 @@ def test_non_h5_download_is_named_and_publishes_nothing(
         load_dataset(name, 2, root=tmp_path / "root")
     left = [found for found in (tmp_path / "root").rglob("*") if found.is_file()]
     assert [found.suffix for found in left] == [".lock"]
-
-
-@pytest.mark.parametrize("what", STRANGE)
-def test_non_h5_download_over_plain_http_is_refused(
-    hub: LoopbackHub, tmp_path: Path, what: str
-) -> None:
-    name = "kitchen/mini_kitchen_microwave_kettle_light_slider-v0.hdf5"
-    hub.commit("me/d4rl", {name: STRANGE[what]})
-    with pytest.raises(DownloadError, match=rf"slider-v0\.hdf5 does not verify: .* but {what}"):
-        D4RLExperienceReplay("kitchen-complete-v0", 2, root=tmp_path / "root")
-    assert [found for found in tmp_path.rglob("*.hdf5*") if found.is_file()] == []
 
 
 # -- D4RL -----------------------------------------------------------------------------------------

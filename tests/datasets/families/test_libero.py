@@ -11,9 +11,6 @@ import pytest
 
 from replaykit.datasets.families.robomimic import LIBERO, ROBOMIMIC
 from replaykit.errors import CorpusError
-from tests.datasets.mutated.corpora import CORPORA
-from tests.datasets.mutated.running import check
-from tests.datasets.trials import assert_ted
 
 
 def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict[str, np.ndarray]]]:
@@ -42,28 +39,6 @@ def write(path: Path, *lengths: int, **attributes: Any) -> tuple[Path, list[dict
     return path, histories
 
 
-def test_every_row_is_that_of_the_file(tmp_path, quietly):
-    """N30: what a row starts from was recorded with the row before."""
-    path, _ = write(tmp_path / "a.hdf5", 6, 4)
-    data = quietly(path, LIBERO)
-    check(CORPORA["libero"], path, data.published)
-    assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [5, 3]
-    said = data.published.manifest.report["files"][0]
-    assert said["macros_image_convention"] == "opengl"
-
-
-def test_libero_and_robomimic_layouts_refuse_each_others_files(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", 4)
-    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of robomimic.*LIBERO.*V04"):
-        quietly(path, ROBOMIMIC)
-    with h5py.File(path, "a") as file:
-        demo = file["data/demo_0"]
-        del demo["robot_states"], file["data"].attrs["bddl_file_name"]
-    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of libero.*V04"):
-        quietly(path, LIBERO)
-
-
 @pytest.mark.parametrize(
     "sign",
     [
@@ -89,8 +64,18 @@ def test_any_single_sign_distinguishes_libero_from_robomimic(tmp_path, quietly, 
     message = rf"a\.hdf5: this is no file of robomimic.*LIBERO.*it has {name} \[V04\]"
     with pytest.raises(CorpusError, match=message):
         quietly(path, ROBOMIMIC)
-    rows = quietly(path, LIBERO, target="libero")[:]
+    data = quietly(path, LIBERO, target="libero")
+    assert data.published.manifest.report["files"][0]["macros_image_convention"] == "opengl"
+    rows = data[:]
     np.testing.assert_array_equal(rows["observation", "ee_pos"], history["state"][1:4, :3])
     np.testing.assert_array_equal(rows["next", "observation", "ee_pos"], history["state"][2:5, :3])
     np.testing.assert_array_equal(rows["state"], history["state"][1:4])
     np.testing.assert_array_equal(rows["action"], history["action"][1:])
+
+
+def test_files_without_a_sign_are_refused(tmp_path, quietly):
+    path, _ = write(tmp_path / "a.hdf5", 4)
+    with h5py.File(path, "a") as file:
+        del file["data/demo_0/robot_states"], file["data"].attrs["bddl_file_name"]
+    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of libero.*V04"):
+        quietly(path, LIBERO)

@@ -174,21 +174,6 @@ def test_stale_episode_length_is_skipped_or_reported(tmp_path, quietly, on_inval
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"@total_steps": 5}, r"episode_0/rewards: has 4 records.*says 5 \[V15\]"),
-        ({"observations": np.zeros((4, 2), np.float32)}, r"episode_0/observations: has 4 .*V11"),
-        ({"observations": np.full((5, 2), np.nan)}, r"episode_0/observations, record 0: .*V21"),
-        ({"terminations": np.array([0, 1, 0, 0], bool)}, r"episode_0/terminations, record 1.*V31"),
-    ],
-)
-def test_episode_that_breaks_a_rule_is_named(tmp_path, quietly, change, message):
-    path = write(tmp_path / "a", episode(4, **change))
-    with pytest.raises(CorpusError, match=message):
-        quietly(path, MINARI)
-
-
 BOUNDED = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, 0], "high": [1, 5]}
 
 

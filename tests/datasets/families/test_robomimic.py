@@ -125,7 +125,6 @@ def test_observation_without_the_next_one_is_named(tmp_path, quietly, lone):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"robot_states": np.zeros((3, 9))}, "LIBERO"),
         ({"states": None, "states/articulation/arm": np.zeros((3, 2))}, "Isaac Lab"),
         ({"initial_state/x": np.zeros((1, 2))}, "Isaac Lab"),
     ],
