@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +17,38 @@ from tests.datasets.mutated.corpora import CORPORA
 from tests.datasets.mutated.running import check
 from tests.datasets.trials import assert_ted
 
-ARM, CUBE = "articulation/robot/joint_position", "rigid_object/cube/root_pose"
+CORPUS, ARM = CORPORA["isaaclab"], "articulation/robot/pos"
 
 
-def write(
-    path: Path, demos: dict[str, tuple[int, bool | None]]
-) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Demos by name: steps, and whether they say that they succeeded."""
-    histories = {}
-    with h5py.File(path, "w") as file:
-        data = file.create_group("data")
-        total = sum(steps for steps, _ in demos.values())
-        data.attrs.update({"total": total, "env_args": "{}"})
-        for number, (name, (steps, success)) in enumerate(demos.items()):
-            draw = np.random.default_rng(number)
-            history = {
-                "arm": draw.normal(size=(steps + 1, 3)).astype(np.float32),
-                "cube": draw.normal(size=(steps + 1, 7)).astype(np.float32),
-                "action": draw.uniform(-1, 1, (steps, 2)).astype(np.float32),
-            }
-            histories[name] = history
-            demo = data.create_group(name)
-            demo.attrs["num_samples"] = steps
-            if success is not None:
-                demo.attrs["success"] = success
-            demo["actions"] = history["action"]
-            demo["obs/joint_pos"] = history["arm"][:-1]
-            demo["obs/actions"] = np.concatenate([np.zeros((1, 2), "f4"), history["action"][:-1]])
-            demo["obs/datagen_info/eef_pose/arm"] = history["arm"][:-1] * 2
-            for key, values in ((ARM, history["arm"]), (CUBE, history["cube"])):
-                demo[f"states/{key}"] = values[1:]
-                demo[f"initial_state/{key}"] = values[:1]
-    return path, histories
+def edited(folder: Path, change: Callable[[Any, Any], object]) -> Path:
+    """Write two demonstrations, and change them; the first one succeeded."""
+    path = CORPUS.write(folder)
+    with h5py.File(path, "a") as file:
+        change(*file["data"].values())
+    return path
 
 
-@pytest.mark.parametrize("success", [True, False, None])
-def test_every_row_is_that_of_the_file(tmp_path, quietly, success):
-    path, histories = write(tmp_path / "a.hdf5", {"demo_7": (4, success), "demo_12": (3, False)})
+def attribute(name: str, value: Any) -> Callable[[Any, Any], None]:
+    """Return a change of an attribute of the first demonstration."""
+    return lambda one, two: one.attrs.__setitem__(name, value)
+
+
+def test_unknown_success_is_none_and_no_array_is_left_out(tmp_path, quietly):
+    path = edited(tmp_path, lambda one, two: one.attrs.__delitem__("success"))
     data = quietly(path, ISAACLAB)
-    check(CORPORA["isaaclab"], path, data.published)
+    check(CORPUS, path, data.published)
     assert_ted(data.published)
-    rows, count = data[:], 4 if success else 3
-    assert data.episode_table["length"].tolist() == [count, 2]
-    assert data.episode_table["success"].tolist() == [-1 if success is None else success, 0]
+    assert data.episode_table["length"].tolist() == [3, 2]
+    assert data.episode_table["success"].tolist() == [-1, 0]
     assert data.published.manifest.report["left_out"] == []
-    # The states are those before and after the action, and the first one is stored apart.
-    arm = histories["demo_7"]["arm"]
-    np.testing.assert_array_equal(rows[("state", *ARM.split("/"))][:count], arm[:count])
-    np.testing.assert_array_equal(rows[("next", "state", *ARM.split("/"))][:count], arm[1:][:count])
 
 
 def test_solved_demonstration_without_its_last_row_ends_truncated(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
-    data = quietly(path, ISAACLAB, policies=Policies(unrecorded="drop"))
+    data = quietly(CORPUS.write(tmp_path), ISAACLAB, policies=Policies(unrecorded="drop"))
     assert_ted(data.published)
-    assert data.episode_table["length"].tolist() == [3]
-    assert data.episode_table["truncated"].tolist() == [True]
-    assert data.episode_table["terminated"].tolist() == [False]
+    assert data.episode_table["length"].tolist() == [3, 2]
+    assert data.episode_table["truncated"].tolist() == [True, True]
+    assert data.episode_table["terminated"].tolist() == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +56,12 @@ def test_solved_demonstration_without_its_last_row_ends_truncated(tmp_path, quie
 )
 def test_observations_of_another_time_are_refused(tmp_path, quietly, shift, said):
     """Recordings of real robots reuse the layout with another alignment."""
-    path, histories = write(tmp_path / "a.hdf5", {"demo_0": (5, True)})
-    with h5py.File(path, "a") as file:
-        values = np.roll(histories["demo_0"]["action"], -shift, axis=0)
-        file["data/demo_0/obs/actions"][...] = values
+
+    def late(one: Any, two: Any) -> None:
+        one["obs/actions"][...] = np.roll(one["actions"][()], -shift, axis=0)
+
     with pytest.raises(CorpusError, match=rf"data/demo_0/obs/actions: .*{said}.*V51"):
-        quietly(path, ISAACLAB)
+        quietly(edited(tmp_path, late), ISAACLAB)
 
 
 @pytest.mark.parametrize(
@@ -97,81 +73,86 @@ def test_observations_of_another_time_are_refused(tmp_path, quietly, shift, said
 )  # fmt: skip
 def test_success_in_every_form_it_is_stored_in(tmp_path, quietly, said, success):
     """A text is not empty, and would be true whatever it says: a false "terminated"."""
-    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, None)})
-    with h5py.File(path, "a") as file:
-        file["data/demo_0"].attrs["success"] = said
-    data = quietly(path, ISAACLAB)
-    assert data.episode_table["success"].tolist() == [success]
-    assert data.episode_table["terminated"].tolist() == [bool(success)]
-    assert data.episode_table["length"].tolist() == [3 + success]
+    data = quietly(edited(tmp_path, attribute("success", said)), ISAACLAB)
+    assert data.episode_table["success"].tolist() == [success, 0]
+    assert data.episode_table["terminated"].tolist() == [bool(success), False]
+    assert data.episode_table["length"].tolist() == [3 + success, 2]
 
 
 @pytest.mark.parametrize("said", ["maybe", "", 2, -1, 0.5, np.nan, np.array([1, 0])])
 def test_success_other_than_true_or_false_is_an_error(tmp_path, quietly, said):
-    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (3, None)})
-    with h5py.File(path, "a") as file:
-        file["data/demo_1"].attrs["success"] = said
-    message = r"a\.hdf5: data/demo_1/success: is .*, expected true or false.*V30"
+    path = edited(tmp_path, attribute("success", said))
+    message = r"dataset\.hdf5: data/demo_0/success: is .*, expected true or false.*V30"
     with pytest.raises(CorpusError, match=message):
         quietly(path, ISAACLAB)
     data = quietly(path, ISAACLAB, policies=Policies(on_invalid="skip"))
-    assert data.published.groups() == ["data/demo_0"]
+    assert data.published.groups() == ["data/demo_3"]
 
 
-@pytest.mark.parametrize("bare", ["demo_0", "demo_1"])
+@pytest.mark.parametrize("bare", [0, 1])
 @pytest.mark.parametrize("missing", ["pad", "drop"])
 def test_demonstrations_with_and_without_states_keep_their_own_states(
     tmp_path, quietly, bare, missing
 ):
     """Each demonstration has its states with the first one before them, whichever lacks them."""
-    path, histories = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (5, True)})
-    with h5py.File(path, "a") as file:
-        del file[f"data/{bare}/states"], file[f"data/{bare}/initial_state"]
-    data = quietly(path, ISAACLAB, policies=Policies(missing=missing))
-    assert data.episode_table["length"].tolist() == [4, 5]
+    arms = []
+
+    def strip(*demos: Any) -> None:
+        for demo in demos:
+            parts = (demo[f"{root}/{ARM}"][()] for root in ("initial_state", "states"))
+            arms.append(np.concatenate(list(parts)))
+        del demos[bare]["states"], demos[bare]["initial_state"]
+
+    data = quietly(edited(tmp_path, strip), ISAACLAB, policies=Policies(missing=missing))
+    assert data.episode_table["length"].tolist() == [4, 2]
     rows, key = data[:], ("state", *ARM.split("/"))
-    joined = np.concatenate([histories[name]["arm"][:-1] for name in histories])
+    joined = np.concatenate([arms[0][:4], arms[1][:2]])
     np.testing.assert_array_equal(rows["observation", "joint_pos"], joined)
     if missing == "drop":
         assert key not in data.published.columns
         return
-    here = slice(4, 9) if bare == "demo_0" else slice(0, 4)
-    arm = histories["demo_1" if bare == "demo_0" else "demo_0"]["arm"]
-    np.testing.assert_array_equal(rows[key][here], arm[:-1])
-    np.testing.assert_array_equal(rows[("next", *key)][here], arm[1:])
+    here = slice(4, 6) if bare == 0 else slice(0, 4)
+    count = here.stop - here.start
+    np.testing.assert_array_equal(rows[key][here], arms[1 - bare][:count])
+    np.testing.assert_array_equal(rows[("next", *key)][here], arms[1 - bare][1:][:count])
     present = rows[("present", *key)].tolist()
-    assert present == [t in range(*here.indices(9)) for t in range(9)]
+    assert present == [t in range(*here.indices(6)) for t in range(6)]
 
 
 def test_alignment_that_nothing_confirms_is_reported(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True), "demo_1": (5, True)})
-    assert quietly(path, ISAACLAB, target="with").published.manifest.report["warnings"] == []
-    with h5py.File(path, "a") as file:
-        for name in ("demo_0", "demo_1"):
-            del file[f"data/{name}/obs/actions"]
-    notes = quietly(path, ISAACLAB).published.manifest.report["warnings"]
-    assert [(note["rule"], note["count"], note["first"]) for note in notes] == [
-        ("V51", 2, "a.hdf5: data/demo_0")
+    def without_actions(*demos: Any) -> None:
+        for demo in demos:
+            del demo["obs/actions"]
+
+    notes = quietly(edited(tmp_path, without_actions), ISAACLAB, "less").published.manifest.report[
+        "warnings"
     ]
-    assert "without obs/actions nothing confirms" in notes[0]["text"]
+    assert [(note["rule"], note["count"], note["first"]) for note in notes] == [
+        ("V15", 1, "dataset.hdf5: data"),
+        ("V51", 2, "dataset.hdf5: data/demo_0"),
+    ]
+    assert "without obs/actions nothing confirms" in notes[1]["text"]
 
 
-def test_missing_first_state_is_named_or_skipped(tmp_path, quietly):
-    for demos, rule in (({"demo_1": (4, True)}, ".*missing.*V12"), ({"demo_0": (4, True)}, ".*V")):
-        path, _ = write(tmp_path / "a.hdf5", demos | {"demo_1": (3, True)})
-        with h5py.File(path, "a") as file:
-            del file[f"data/demo_1/initial_state/{CUBE}"]
-        said = rf"a\.hdf5: data/demo_1/initial_state/{CUBE}: {rule}"
-        with pytest.raises(CorpusError, match=said):
-            quietly(path, ISAACLAB)
-    data = quietly(path, ISAACLAB, policies=Policies(on_invalid="skip"))
-    assert data.published.groups() == ["data/demo_0"]
+@pytest.mark.parametrize(("is_alone", "rule"), [(True, ".*missing.*V12"), (False, ".*V")])
+def test_missing_first_state_is_named_or_skipped(tmp_path, quietly, is_alone, rule):
+    def without_first(one: Any, two: Any) -> None:
+        del two[f"initial_state/{ARM}"]
+        if is_alone:
+            del one.parent["demo_0"]
+
+    path = edited(tmp_path, without_first)
+    with pytest.raises(CorpusError, match=rf"hdf5: data/demo_3/initial_state/{ARM}: {rule}"):
+        quietly(path, ISAACLAB)
+    if not is_alone:
+        data = quietly(path, ISAACLAB, policies=Policies(on_invalid="skip"))
+        assert data.published.groups() == ["data/demo_0"]
 
 
 def test_file_with_states_as_one_array_is_refused(tmp_path, quietly):
-    path, _ = write(tmp_path / "a.hdf5", {"demo_0": (4, True)})
-    with h5py.File(path, "a") as file:
-        del file["data/demo_0/states"]
-        file["data/demo_0/states"] = np.zeros((4, 9))
-    with pytest.raises(CorpusError, match=r"a\.hdf5: this is no file of isaaclab.*V04"):
-        quietly(path, ISAACLAB)
+    def as_array(one: Any, two: Any) -> None:
+        del one["states"]
+        one["states"] = np.zeros((4, 9))
+
+    with pytest.raises(CorpusError, match=r"dataset\.hdf5: this is no file of isaaclab.*V04"):
+        quietly(edited(tmp_path, as_array), ISAACLAB)
