@@ -51,6 +51,13 @@ def test_non_hdf5_file_error_names_real_format(tmp_path, content, said):
     assert str(path) in str(caught.value)
     assert said in str(caught.value)
     assert ";" in str(caught.value)
+    if "pickle" in said:
+        return
+    # With the right checksum it need not be fetched again.
+    wrong = r"wrong there.*does not help: report it to the owner"
+    with pytest.raises(CorpusError, match=wrong) as caught, open_h5(path, is_verified=True):
+        pass
+    assert not re.search("download the file again|fetch", str(caught.value))
 
 
 @pytest.mark.pitfall("DS16")
@@ -208,15 +215,3 @@ def test_groups_that_contain_themselves_end_in_an_error(tmp_path):
     with open_h5(path) as file, pytest.raises(CorpusError, match="nested without end") as caught:
         file.leaves("e")
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", POINTER, b"<html>", bytes(600), b"\xde\xad", b"PK\x03\x04"]
-)
-def test_file_with_the_right_checksum_need_not_be_fetched_again(tmp_path, content):
-    path = tmp_path / "a.h5"
-    path.write_bytes(content)
-    said = r"wrong there.*does not help: report it to the owner"
-    with pytest.raises(CorpusError, match=said) as caught, open_h5(path, is_verified=True):
-        pass
-    assert not re.search("download the file again|fetch", str(caught.value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -14,6 +15,8 @@ from replaykit.datasets.engine.h5 import open_h5
 from replaykit.datasets.engine.h5_values import Held, HeldValues
 from replaykit.errors import CorpusError
 from tests.datasets.trials import convert, write_file
+
+NAMES = ("g/little", "g/deep/one", "g/wide", "g/packed")
 
 
 @pytest.fixture
@@ -35,29 +38,22 @@ def test_small_datasets_are_held_and_read_as_the_file_has_them(path, is_sent):
     with open_h5(path) as file:
         file.hold(held)
         file.leaves("g")
-    assert len(held) == 3
-    assert all(f"g/{name}" in held for name in ("little", "deep/one", "packed"))
+    assert [name for name in NAMES if name in held] == ["g/little", "g/deep/one", "g/packed"]
     if is_sent:
         held = pickle.loads(pickle.dumps(held))
     with open_h5(path) as file, open_h5(path) as plain:
         file.hold(held)
-        for name in ("g/little", "g/packed", "g/wide"):
-            for start, stop in ((0, 6), (2, 4), (3, 3)):
+        for name in NAMES:
+            for start, stop in ((0, 1),) if name == "g/deep/one" else ((0, 6), (2, 4), (3, 3)):
                 found, wanted = (each.read(name, start, stop) for each in (file, plain))
                 np.testing.assert_array_equal(found, wanted)
                 assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        np.testing.assert_array_equal(file.read("g/deep/one", 0, 1), plain.read("g/deep/one", 0, 1))
-        into = np.empty(12, "f4")
-        assert file.read("g/little", 0, 6, into) is into
-        assert into.tolist() == list(range(12))
         file.read("g/little", 0, 6)[:] = -1
         assert file.read("g/little", 0, 6).min() == 0
         # What is not there is refused whether held or not.
         for each in (file, plain):
             with pytest.raises(CorpusError):
                 each.read("g/little", 0, 7)
-        with pytest.raises(CorpusError):
-            file.read("g/little", 0, 6, np.empty(13, "f4"))
 
 
 def test_held_values_stay_within_their_room(path):
@@ -67,22 +63,9 @@ def test_held_values_stay_within_their_room(path):
         file.leaves("g")
         file.leaves("g")
         assert len(held) == 2
-
-
-def test_unreadable_dataset_is_not_held_and_fails_on_read(path):
-    with h5py.File(path) as file:
-        chunk = file["g/packed"].id.get_chunk_info(0)
-    content = bytearray(path.read_bytes())
-    content[chunk.byte_offset : chunk.byte_offset + chunk.size] = bytes(chunk.size)
-    path.write_bytes(content)
-    held = HeldValues(1 << 20)
-    with open_h5(path) as file:
-        file.hold(held)
-        leaves = {leaf.path: leaf for leaf in file.leaves("g")}
-        assert leaves["packed"].problem is None
-        assert "g/packed" not in held
-        with pytest.raises(CorpusError, match="g/packed"):
-            file.read("g/packed", 0, 6)
+    # Many files share the memory.
+    shares = [Held(1 << 20, [Path(f"{i}") for i in range(n)]).share for n in (4, 100)]
+    assert shares == [1 << 18, 0]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -95,6 +78,3 @@ def test_converted_data_do_not_depend_on_size_of_held_cache(tmp_path, monkeypatc
         found = convert(tmp_path / str(blocks), *files, options=options)
         made.append([(array.key, array.crc32) for array in found.manifest.arrays])
     assert made[0] == made[1] == made[2]
-    # Many files share the memory.
-    shares = [Held(1 << 20, [tmp_path / str(i) for i in range(n)]).share for n in (4, 100)]
-    assert shares == [1 << 18, 0]
