@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import warnings
@@ -39,7 +40,6 @@ from replaykit.testing import make_lerobot
 from replaykit.testing.lerobot_sets import write_video
 from replaykit_command import main
 from tests.datasets.converted import content
-from tests.datasets.families.conftest import SHARED
 from tests.datasets.families.lerobot_reader import (
     EPISODES,
     edit_json,
@@ -48,12 +48,12 @@ from tests.datasets.families.lerobot_reader import (
     items_of,
     mutate,
 )
-from tests.support import LoopbackHub
+from tests.datasets.families.test_seeded_faults import KINDS, REAL, Change, of_episode
 
 VERSIONS = ("v2.1", "v3.0")
 LENGTHS = [5, 7, 1, 6]
 TOP = ("observation", "images", "top")
-REAL = SHARED / "lerobot_v21_unitree_g1"
+END = "dataset_to_index"
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -292,15 +292,10 @@ def test_interrupted_conversions_decode_no_stored_episode_again(
     assert content(tmp_path / "data") == content(tmp_path / "whole")
 
 
-def test_hub(sound: Path, tmp_path: Path, point_client_at: Any) -> None:
-    files = {path.relative_to(sound).as_posix(): path for path in sound.rglob("*")
-             if path.is_file()}  # fmt: skip
-    files["README.md"] = sound / "meta/info.json"
-    with LoopbackHub({"me/set": files}) as hub:
-        point_client_at(hub)
-        data = load_dataset("lerobot:me/set", 4, root=tmp_path / "data")
-        check_items(data, items_of(sound))
-        assert "README.md" not in str(data.published.manifest.source)
+def test_hub(sound: Path, tmp_path: Path, fetched: Any) -> None:
+    data = fetched("lerobot:me/set", "me/set", sound)
+    check_items(data, items_of(sound))
+    assert "README.md" not in str(data.published.manifest.source)
     with pytest.raises(FileNotFoundError, match="names no repository"):
         load_dataset("lerobot:set", 4, root=tmp_path)
 
@@ -310,25 +305,18 @@ def test_hub(sound: Path, tmp_path: Path, point_client_at: Any) -> None:
 Fault = Callable[[Path], object]
 
 
-def of_frames(name: str, value: Any, row: int = 1, file: int = -1) -> Fault:
-    """Return a fault that sets a value in a row of a Parquet file."""
+def seeded(kind: str | Change) -> Fault:
+    """Return a fault of a kind at a random place."""
+    change = KINDS[kind][1] if isinstance(kind, str) else kind
+    return lambda folder: change(random.Random(0), folder)
+
+
+def of_frames(name: str, value: Any, file: int = -1) -> Fault:
+    """Return a fault that sets a value in the second row of a Parquet file."""
     return lambda folder: edit_table(
         sorted((folder / "data").rglob("*.parquet"))[file],
-        lambda rows: rows[row].update({name: value}),
+        lambda rows: rows[1].update({name: value}),
     )
-
-
-def of_episode(key: str, value: Any, old: str | None = None) -> Fault:
-    """Return a fault that sets an entry in the metadata of the second episode."""
-
-    def change(folder: Path) -> None:
-        if (folder / EPISODES).exists():
-            edit_table(folder / EPISODES, lambda rows: rows[1].update({key: value}))
-        else:
-            path = folder / "meta/episodes.jsonl"
-            edit_json(path, lambda entries: entries[1].update({old or key: value}))
-
-    return change
 
 
 def of_info(change: Callable[[Any], Any]) -> Fault:
@@ -343,33 +331,15 @@ def of_video(change: Callable[[Path], Any]) -> Fault:
     return lambda folder: change(sorted((folder / "videos").rglob("*.mp4"))[0])
 
 
-def drop_rows(folder: Path) -> None:
-    path = sorted((folder / "data").rglob("*.parquet"))[0]
-    edit_table(path, lambda rows: rows.pop())
-
-
-def drop_column(folder: Path) -> None:
-    import pyarrow.parquet as parquet
-
-    path = sorted((folder / "data").rglob("*.parquet"))[0]
-    parquet.write_table(parquet.read_table(path).drop(["action"]), path)
-
-
-def deep_json(folder: Path) -> None:
-    (folder / "meta/info.json").write_text("[" * 99_999)
-
-
 def longer_video(path: Path) -> None:
     write_video(path, len(frames_of(path)[0]) + 1, 10, 0)
 
 
-def slower_video(path: Path) -> None:
-    write_video(path, len(frames_of(path)[0]), 9, 0)
-
-
 FAULTS: dict[str, tuple[Fault, str, str]] = {
-    "length": (of_episode("length", 8), "V70", "8"),
-    "huge length": (of_episode("length", 10**13), "V70", "10000000000000"),
+    "length": (seeded("length"), "V70", r"\d"),
+    "huge length": (
+        seeded(of_episode(lambda rng, each: each.update(length=10**13))), "V70", "10000000000000"
+    ),
     "huge width": (
         of_info(lambda info: info.update(data_path="{episode_index:99999}{file_index:99999}")),
         "V04", "expected the fields",
@@ -377,28 +347,28 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "splits": (of_info(lambda info: info.update(splits=[1, 2])), "V04", "splits is"),
     "object": (of_feature("action", dtype="O"), "V04", "no dtype object"),
     "channels": (of_feature(".".join(TOP), shape=[32, 48, 4]), "V04", "4 channels"),
-    "deep JSON": (deep_json, "V03", "recursion"),
-    "missing row": (drop_rows, "V70", "parquet"),
-    "missing data": (
-        lambda folder: sorted((folder / "data").rglob("*.parquet"))[0].unlink(), "V71", "missing"
+    "deep JSON": (
+        lambda folder: (folder / "meta/info.json").write_text("[" * 99_999), "V03", "recursion"
     ),
-    "frame_index": (of_frames("frame_index", 9), "V71", "frame_index is 9, expected"),
-    "index": (of_frames("index", 99), "V71", "index is 99, expected"),
-    "episode_index": (of_frames("episode_index", 77), "V71|V70", "77|metadata gives|lie apart"),
-    "timestamp": (of_frames("timestamp", 0.25), "V72", r"is [+-]0\.\d{6} s from"),
+    "missing row": (seeded("lost frame"), "V70", "parquet"),
+    "missing data": (seeded("lost data"), "V71", "missing"),
+    "frame_index": (seeded("frame_index"), "V71", r"frame_index is -?\d+, expected"),
+    "index": (seeded("index"), "V71", r"index is -?\d+, expected"),
+    "episode_index": (seeded("episode_index"), "V71|V70", "metadata gives|lie apart|expected"),
+    "timestamp": (seeded("timestamp"), "V72", r"is [+-]\d+\.\d{6} s from"),
     "NaN timestamp": (of_frames("timestamp", float("nan")), "V72", "nan"),
-    "task_index": (of_frames("task_index", 5), "V75", "task_index is 5"),
-    "another task": (of_episode("tasks", ["sleep"]), "V75", "sleep"),
-    "missing video": (of_video(Path.unlink), "V73", "mp4"),
+    "task_index": (seeded("unknown task"), "V75", r"task_index is \d"),
+    "another task": (seeded("tasks"), "V75", "dance"),
+    "missing video": (seeded("lost video"), "V73", "mp4"),
     "longer video": (of_video(longer_video), "V73", "frames, expected"),
-    "slower video": (of_video(slower_video), "V73", "s off"),
-    "no video": (of_video(lambda path: path.write_bytes(b"video")), "V03", "mp4"),
-    "NaN action": (of_frames("action", [1.0, float("nan")]), "V20", "action, record"),
-    "infinite state": (
-        of_frames("observation.state", [float("inf")] * 3), "V21", "observation.state, record"
+    "slower video": (
+        of_video(lambda path: write_video(path, len(frames_of(path)[0]), 9, 0)), "V73", "s off"
     ),
-    "early end": (of_frames("next.done", True, 0, 0), "V31", "next.done, record 0"),
-    "missing column": (drop_column, "V12", "action"),
+    "no video": (of_video(lambda path: path.write_bytes(b"video")), "V03", "mp4"),
+    "NaN action": (seeded("NaN action"), "V20", "action, record"),
+    "infinite state": (seeded("infinite state"), "V21", "observation.state, record"),
+    "early end": (seeded("early end"), "V31", "next.done, record 0"),
+    "missing column": (seeded("lost column"), "V10|V12", "parquet"),
     "dtype": (of_feature("action", dtype="float64"), "V10", "float64"),
     "shape": (of_feature("action", shape=[3]), "V10", r"\(2,\)"),
     "huge shape": (
@@ -476,21 +446,17 @@ def test_statistics_of_wide_episodes_are_compared_in_groups(tmp_path: Path) -> N
         convert(tmp_path / "set", LEROBOT, tmp_path / "data")
 
 
-def wrong_statistics(folder: Path) -> None:
-    if (folder / EPISODES).exists():
-        edit_table(folder / EPISODES, lambda rows: rows[0].update({"stats/action/std": [5.0, 5.0]}))
-    else:
-        path = folder / "meta/episodes_stats.jsonl"
-        edit_json(path, lambda entries: entries[0]["stats"]["action"].update(std=[5.0, 5.0]))
-
-
 @pytest.mark.parametrize(
     "faults",
     [
-        [of_episode("length", 9)],
+        [seeded("length")],
         [of_info(lambda info: info.update(total_frames=1, total_episodes=9))],
-        [wrong_statistics],
-        [of_episode("dataset_to_index", 3, "length"), wrong_statistics],
+        [seeded("statistic")],
+        [
+            seeded(of_episode(lambda rng, each: each.update({END: 3} if END in each else {}))),
+            seeded("length"),
+            seeded("statistic"),
+        ],
     ],
 )
 def test_repair_derives_metadata(faults: list[Fault], copied: Path, sound: Path) -> None:
