@@ -14,11 +14,8 @@ from replaykit.datasets import (
     Field,
 )
 from replaykit.datasets.encoded_frames import image_module
-from replaykit.datasets.engine.fields import Preceded, Target, Text
+from replaykit.datasets.engine.fields import Preceded, Text
 from replaykit.datasets.engine.h5 import open_h5
-from replaykit.datasets.engine.layout import SourceFacts
-from replaykit.datasets.engine.plan import SourceEpisode, SourceEpisodes, Spans
-from replaykit.datasets.engine.row_batches import EpisodeRows, Runs
 from replaykit.errors import CorpusError
 
 
@@ -83,37 +80,6 @@ def test_custom_alignment_sets_offsets_of_fields():
     assert field.extra(own) == 2
     assert [target.offset for target in field.targets(own, "o")] == [1, 2]
     assert Field("a", "action", ("action",)).targets(own, "a")[0].offset == 1
-
-
-def episode(base: int, records: int, rows: int, start: int, is_open: bool = False) -> SourceEpisode:
-    return SourceEpisode(0, "", 0, base, records, rows, start, is_open, False, SourceFacts())
-
-
-def test_runs_take_each_row_to_its_record():
-    """Against a plain loop, over blocks of every size."""
-    episodes = [
-        episode(0, 4, 4, 0, True),
-        episode(4, 1, 1, 4, True),
-        episode(6, 3, 2, 5),
-        episode(9, 2, 1, 7),
-    ]
-    known = SourceEpisodes(Spans(), is_whole=False)
-    for each in episodes:
-        known.append(each)
-    for offset, is_after in ((0, False), (1, True), (0, True)):
-        expected = [
-            (e.start + t, min(e.base + offset + t, e.base + e.records - 1) if e.is_open and is_after
-             else e.base + offset + t)
-            for e in episodes for t in range(e.rows)
-        ]  # fmt: skip
-        runs = Runs.of(EpisodeRows.of(known, 0, len(known)), Target(("k",), offset, is_after))
-        for step in range(1, 13):
-            found = []
-            for start in range(0, 12, step):
-                here = runs.within(start, start + step)
-                for row, record, count in zip(here.rows, here.records, here.counts, strict=True):
-                    found += [(row + i, record + i) for i in range(count)]
-            assert found == expected, (offset, is_after, step)
 
 
 def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):

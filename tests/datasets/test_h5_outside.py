@@ -28,21 +28,16 @@ LAYOUT = arm_layout("arm", Field("pose", "info", before=("pose",), required=Fals
 Plant = Callable[[h5py.Group, str, Path], None]
 
 
-def _external(*pieces: tuple[str, int, int], shape: tuple[int, ...] = (5,)) -> Plant:
+def _external(*pieces: tuple[str, int, int], shape: tuple[int, ...] = (5,), **how: Any) -> Plant:
     def plant(group: h5py.Group, name: str, folder: Path) -> None:
         there = [(str(folder / file), start, size) for file, start, size in pieces]
-        group.create_dataset(name, shape, "f8", external=there)
+        group.create_dataset(name, shape, "f8", external=there, **how)
 
     return plant
 
 
 def _relative(group: h5py.Group, name: str, folder: Path) -> None:
-    group.create_dataset(name, (5,), "f8", external=[("secret.bin", 0, h5py.h5f.UNLIMITED)])
-
-
-def _resizable(group: h5py.Group, name: str, folder: Path) -> None:
-    files = [(str(folder / "secret.bin"), 0, h5py.h5f.UNLIMITED)]
-    group.create_dataset(name, (5,), "f8", maxshape=(None,), external=files)
+    group.create_dataset(name, (5,), "f8", external=[("secret.bin", 0, UNLIMITED)])
 
 
 def _soft_to_external(group: h5py.Group, name: str, folder: Path) -> None:
@@ -65,13 +60,10 @@ def _soft_to_external_link(group: h5py.Group, name: str, folder: Path) -> None:
     group[name] = h5py.SoftLink("/way/secret")
 
 
-def _virtual(source: str) -> Plant:
-    def plant(group: h5py.Group, name: str, folder: Path) -> None:
-        layout = h5py.VirtualLayout((5,), "f8")
-        layout[:] = h5py.VirtualSource(str(folder / source), "secret", (5,))
-        group.create_virtual_dataset(name, layout)
-
-    return plant
+def _virtual(group: h5py.Group, name: str, folder: Path) -> None:
+    layout = h5py.VirtualLayout((5,), "f8")
+    layout[:] = h5py.VirtualSource(str(folder / "other.h5"), "secret", (5,))
+    group.create_virtual_dataset(name, layout)
 
 
 def _virtual_of_external(group: h5py.Group, name: str, folder: Path) -> None:
@@ -79,15 +71,6 @@ def _virtual_of_external(group: h5py.Group, name: str, folder: Path) -> None:
     layout = h5py.VirtualLayout((5,), "f8")
     layout[:] = h5py.VirtualSource(".", "notes/kept", (5,))
     group.create_virtual_dataset(name, layout)
-
-
-def _forged(target: str) -> Plant:
-    """A list of other files, and an address in this file besides: HDF5 reads the other files."""
-
-    def plant(group: h5py.Group, name: str, folder: Path) -> None:
-        _external((target, 0, UNLIMITED))(group, name, folder)
-
-    return plant
 
 
 def _forge(path: Path) -> None:
@@ -101,23 +84,21 @@ def _forge(path: Path) -> None:
 
 
 UNLIMITED = h5py.h5f.UNLIMITED
+# A forged address in this file hides the list of other files, which HDF5 reads all the same.
 PLANTS: dict[str, Plant] = {
-    "contiguous": _external(("secret.bin", 0, UNLIMITED)),
-    "exact size": _external(("secret.bin", 0, 40)),
-    "offset": _external(("secret.bin", 8, 40)),
     "several files": _external(("secret.bin", 0, 16), ("secret.bin", 16, 24)),
     "relative name": _relative,
-    "resizable": _resizable,
+    "resizable": _external(("secret.bin", 0, UNLIMITED), maxshape=(None,)),
     "pipe": _external(("pipe", 0, UNLIMITED)),
     "missing": _external(("nowhere", 0, UNLIMITED)),
     "soft link to external": _soft_to_external,
     "hard link to external": _hard_to_external,
     "external link": _external_link,
     "soft link through external link": _soft_to_external_link,
-    "virtual": _virtual("other.h5"),
+    "virtual": _virtual,
     "virtual of external": _virtual_of_external,
-    "forged address": _forged("secret.bin"),
-    "forged address and pipe": _forged("pipe"),
+    "forged address": _external(("secret.bin", 0, UNLIMITED)),
+    "forged address and pipe": _external(("pipe", 0, UNLIMITED)),
 }
 FORGED = ("forged address", "forged address and pipe")
 

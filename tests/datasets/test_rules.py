@@ -106,38 +106,28 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[Key, int], None]:
     return run
 
 
+REWARD, ARRIVED = ("next", "reward"), ("next", "observation")
+
+
 @pytest.mark.parametrize("block_bytes", [16, 1 << 24])
 @pytest.mark.parametrize(
-    ("row", "at"),
+    ("key", "row", "said"),
     [
-        (0, "run0/score, record 0"),
-        (2, "run0/score, record 2"),
-        (7, "run1/score, record 3"),
-        (9, "run1/score, record 5"),
+        (REWARD, 0, r"run0/score, record 0: .*the reward .*row 0 .*\[V24\]"),
+        (REWARD, 2, r"run0/score, record 2: .*the reward .*row 2 .*\[V24\]"),
+        (REWARD, 7, r"run1/score, record 3: .*the reward .*row 7 .*\[V24\]"),
+        (REWARD, 9, r"run1/score, record 5: .*the reward .*row 9 .*\[V24\]"),
+        (ARRIVED, 3, r"run0/joints, record 4: .*the final state .*row 3 .*\[V23\]"),
+        (ARRIVED, 9, r"run1/joints, record 6: .*the final state .*row 9 .*\[V23\]"),
     ],
 )
-def test_reward_of_another_record_is_found(tmp_path, made, spoil, block_bytes, row, at):
-    """V24: first, middle and last row of every episode have the reward that table (d) names."""
-    path = write(tmp_path / "a.h5", 4, 6)
-    spoil(("next", "reward"), row)
-    with pytest.raises(RuntimeError, match=rf"a\.h5: {at}: .*the reward .*row {row} .*\[V24\]"):
-        made(path, block_bytes=block_bytes)
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("block_bytes", [16, 1 << 24])
-@pytest.mark.parametrize(
-    ("row", "at"), [(3, "run0/joints, record 4"), (9, "run1/joints, record 6")]
-)
-def test_end_of_an_episode_is_the_state_that_it_arrived_at(
-    tmp_path, made, spoil, block_bytes, row, at
+def test_reward_or_final_state_of_another_record_is_found(
+    tmp_path, made, spoil, block_bytes, key, row, said
 ):
-    """V23, N32: the next observation of the last row is the record that the alignment names."""
+    """First, middle and last row of every episode have the records that table (d) names."""
     path = write(tmp_path / "a.h5", 4, 6)
-    spoil(("next", "observation"), row)
-    with pytest.raises(
-        RuntimeError, match=rf"a\.h5: {at}: .*the final state .*row {row} .*\[V23\]"
-    ):
+    spoil(key, row)
+    with pytest.raises(RuntimeError, match=rf"a\.h5: {said}"):
         made(path, block_bytes=block_bytes)
     assert not (tmp_path / "data").exists()
 
