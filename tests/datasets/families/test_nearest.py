@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaykit.datasets import (
-    D4RLExperienceReplay,
-    LiberoExperienceReplay,
     ManiSkillExperienceReplay,
-    RobosetExperienceReplay,
     load_dataset,
     plan,
 )
@@ -16,22 +13,39 @@ from replaykit.datasets.dataset import families
 from replaykit.inspection import layout_named
 from tests.support import LoopbackHub
 
+LEAVING = "names with '/' between them as an id"
+
 
 @pytest.mark.parametrize(
-    ("family", "given", "meant"),
+    ("name", "error", "said"),
     [
-        (LiberoExperienceReplay, "libero_spacial", "'libero_spatial'"),
-        (RobosetExperienceReplay, "DAPG(expert)/dor_v2d-v1", "'DAPG(expert)/door_v2d-v1'"),
-        (RobosetExperienceReplay, "dapg(expert)/door_v2d-v1", "'DAPG(expert)/door_v2d-v1'"),
-        (D4RLExperienceReplay, "hoper-medium-v2", "'hopper-medium-v2'"),
-        (D4RLExperienceReplay, "Hopper-Medium-v2", "'hopper-medium-v2'"),
+        ("libero:libero_spacial", ValueError, "(meant: 'libero_spatial'"),
+        ("libero:libero_100", ValueError, "got 'libero_100'"),
+        ("roboset:DAPG(expert)/dor_v2d-v1", ValueError, "(meant: 'DAPG(expert)/door_v2d-v1'"),
+        ("roboset:dapg(expert)/door_v2d-v1", ValueError, "(meant: 'DAPG(expert)/door_v2d-v1'"),
+        ("roboset:door", ValueError, "expected one of the data sets"),
+        ("d4rl:hoper-medium-v2", FileNotFoundError, "(meant: 'hopper-medium-v2'"),
+        ("d4rl:Hopper-Medium-v2", FileNotFoundError, "(meant: 'hopper-medium-v2'"),
+        ("d4rl:mine", FileNotFoundError, "cannot be fetched: "),
+        ("aloha:mine", FileNotFoundError, "pass local files"),
+        ("isaaclab:mine", FileNotFoundError, "isaaclab:mine cannot be fetched"),
+        ("robomimic:lift/ph/image", ValueError, "got 'lift/ph/image'"),
+        *[
+            (f"maniskill:{leaving}", ValueError, LEAVING)
+            for leaving in ("", "a/../b", "/a", "a//b", ".", "a\\b")
+        ],
+        ("robomimc:lift/ph/low_dim", ValueError, "(meant: 'robomimic:lift/ph/low_dim'"),
+        ("hopper-medium-v2", ValueError, "(meant: 'd4rl:hopper-medium-v2'"),
+        ("d4rl/hopper-medium-v2", ValueError, "(meant: 'd4rl:hopper-medium-v2'"),
+        ("other:libero_spatial", ValueError, "(meant: 'libero:libero_spatial'"),
+        ("atari:pong", ValueError, "expected name as family:id"),
     ],
 )
-def test_a_class_and_its_plan_name_the_nearest_id(tmp_path, family, given, meant):
-    for ask in (lambda: family(given, 1, root=tmp_path), lambda: family.plan(given, root=tmp_path)):
-        with pytest.raises((ValueError, FileNotFoundError)) as caught:
+def test_wrong_names_are_refused_with_the_nearest(tmp_path, name, error, said):
+    for ask in (lambda: load_dataset(name, 1, root=tmp_path), lambda: plan(name, root=tmp_path)):
+        with pytest.raises(error) as caught:
             ask()
-        assert f"(meant: {meant}" in str(caught.value)
+        assert said in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -50,22 +64,6 @@ def test_an_id_that_the_hub_does_not_have_names_the_nearest(tmp_path, monkeypatc
         for ask in (plan, lambda name: load_dataset(name, 1, root=tmp_path / "root")):
             with pytest.raises(FileNotFoundError, match="meant: 'D4RL/door/human-v2'"):
                 ask("minari:D4RL/door/humam-v2")
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("robomimc:lift/ph/low_dim", "'robomimic:lift/ph/low_dim'"),
-        ("hopper-medium-v2", "'d4rl:hopper-medium-v2'"),
-        ("d4rl/hopper-medium-v2", "'d4rl:hopper-medium-v2'"),
-        ("other:libero_spatial", "'libero:libero_spatial'"),
-    ],
-)
-def test_a_name_without_its_family_names_the_data_set(given, meant):
-    for ask in (plan, lambda name: load_dataset(name, 1)):
-        with pytest.raises(ValueError) as caught:
-            ask(given)
-        assert f"(meant: {meant}" in str(caught.value)
 
 
 def test_unrecognizable_name_gets_no_suggestion():
