@@ -331,6 +331,7 @@ INFOS = ["info", ("next", "info")]
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("fault", "rule"), [({"late": 1}, "V51"), ({"reward": 1.0}, "V52")])
 @pytest.mark.parametrize(
     "left_out",
     [
@@ -342,19 +343,14 @@ INFOS = ["info", ("next", "info")]
         {"include": [("next", "reward")]},
     ],
 )
-def test_excluded_columns_still_reveal_records_after_the_step(tmp_path, left_out, strict):
-    path = _robohive(tmp_path / "a.h5", late=1)
+def test_excluded_columns_still_reveal_late_records_and_foreign_rewards(
+    tmp_path, left_out, fault, rule, strict
+):
+    path = _robohive(tmp_path / "a.h5", **fault)
     policies = Policies(**left_out, strict=strict)
-    with pytest.raises(CorpusError, match=r"\[V51\]"):
+    with pytest.raises(CorpusError, match=rf"\[{rule}\]"):
         convert(path, ROBOHIVE, tmp_path / "data", policies=policies)
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("left_out", [{}, {"exclude": INFOS}])
-def test_excluded_columns_still_reveal_foreign_rewards(tmp_path, left_out):
-    path = _robohive(tmp_path / "a.h5", reward=1.0)
-    with pytest.raises(CorpusError, match=r"\[V52\]"):
-        convert(path, ROBOHIVE, tmp_path / "data", policies=Policies(**left_out))
 
 
 @pytest.mark.parametrize("strict", [False, True])

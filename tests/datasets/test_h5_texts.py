@@ -19,6 +19,7 @@ from replaykit.datasets.engine.h5 import H5File, open_h5
 from replaykit.datasets.families import ROBOMIMIC
 from replaykit.errors import CorpusError
 from tests.datasets.converted import in_memory
+from tests.datasets.mutated.corpora import CORPORA
 
 BOUND = 16 << 20
 WORDS = ["a" * (3 * n % 50) for n in range(37)]
@@ -66,14 +67,9 @@ def test_many_references_to_one_large_value_are_refused(tmp_path, dtype, method)
 
 
 def test_robomimic_mask_beyond_the_bound_is_refused(tmp_path):
-    rng = np.random.default_rng(0)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        demo, poses = file.create_group("data/demo_0"), rng.normal(size=(6, 3))
-        demo["actions"], demo["rewards"], demo["dones"] = poses[:-1], np.zeros(5), np.arange(5) == 4
-        demo["obs/p"], demo["next_obs/p"] = poses[:-1], poses[1:]
-        demo.attrs["num_samples"] = 5
-    path = _repeated(tmp_path / "a.h5", "mask/train", TEXTS, 1000, "x" * 200_000)
-    with pytest.raises(CorpusError, match=r"a\.h5: mask/train: its texts take at least"):
+    path = CORPORA["robomimic"].write(tmp_path)
+    _repeated(path, "mask/valid", TEXTS, 1000, "x" * 200_000)
+    with pytest.raises(CorpusError, match=r"low_dim\.hdf5: mask/valid: its texts take at least"):
         convert(path, ROBOMIMIC, tmp_path / "data")
     assert not (tmp_path / "data").exists()
 

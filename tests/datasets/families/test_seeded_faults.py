@@ -150,28 +150,19 @@ def other_statistic(rng: random.Random, folder: Path) -> None:
         rng.choice(("action", "observation.state")),
     )
 
-    def change(values: list[float]) -> list[float]:
-        at = rng.randrange(len(values))
-        return [each + (abs(each) + 1) * (where == at) for where, each in enumerate(values)]
+    def change(said: dict[str, Any], key: str) -> None:
+        at = rng.randrange(len(said[key]))
+        said[key] = [*said[key]]
+        said[key][at] += abs(said[key][at]) + 1
 
-    if (folder / "meta/stats.json").exists() and rng.random() < 0.3:
-        edit_json(folder / "meta/stats.json", lambda said: said[name].update(
-            {of: change(said[name][of])}
-        ))  # fmt: skip
+    meta = folder / "meta"
+    if (meta / "stats.json").exists() and rng.random() < 0.3:
+        edit_json(meta / "stats.json", lambda said: change(said[name], of))
     elif (folder / EPISODES).exists():
-
-        def edit(rows: list[Any]) -> None:
-            row = rng.choice(rows)
-            row[f"stats/{name}/{of}"] = change(row[f"stats/{name}/{of}"])
-
-        edit_table(folder / EPISODES, edit)
+        edit_table(folder / EPISODES, lambda rows: change(rng.choice(rows), f"stats/{name}/{of}"))
     else:
-
-        def edit_entry(entries: list[Any]) -> None:
-            said = rng.choice(entries)["stats"][name]
-            said[of] = change(said[of])
-
-        edit_json(folder / "meta/episodes_stats.jsonl", edit_entry)
+        path = meta / "episodes_stats.jsonl"
+        edit_json(path, lambda entries: change(rng.choice(entries)["stats"][name], of))
 
 
 def other_place(key: str, change: Callable[[random.Random, Any], Any]) -> Change:

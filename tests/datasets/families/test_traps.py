@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets.converting import local_sources
-from replaykit.datasets.engine.conversion import ensure_dataset
 from replaykit.datasets.publishing import Published
 from replaykit.errors import CorpusError
 from tests.datasets.mutated.corpora import CORPORA, leaves
@@ -63,15 +60,10 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def convert(tmp_path: Path) -> Callable[..., Published]:
+def convert(quietly: Any) -> Callable[..., Published]:
     def run(family: str, *paths: Path) -> Published:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return ensure_dataset(
-                tmp_path / "data",
-                get_sources=lambda: local_sources(paths),
-                layout=CORPORA[family].layout,
-            )
+        published: Published = quietly(paths, CORPORA[family].layout).published
+        return published
 
     return run
 
