@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from replaykit.datasets import (
-    FINAL_STATE,
     Alignment,
     Field,
 )
@@ -55,23 +54,6 @@ def test_separately_stored_first_record_comes_first(tmp_path, start, stop):
 def test_field_that_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Field("x", before=("info",), **arguments)
-
-
-@pytest.mark.parametrize(
-    ("field", "path", "key"),
-    [
-        (Field("a", "info", ("k",)), "a", ("k",)),
-        (Field("a/", "info", ("k",)), "a/b/c", ("k", "b", "c")),
-        (Field("a", "info", ("k",), nested=True), "a", ("k",)),
-        (Field("a", "info", ("k",), nested=True), "a/b", ("k", "b")),
-        (Field("/", "info", ("k",)), "a/b", ("k", "a", "b")),
-        (Field(("a", "b"), "info", ("k",)), "b", ("k",)),
-    ],
-)
-def test_field_maps_covered_paths_to_keys(field, path, key):
-    assert field.covers(path)
-    assert [target.key for target in field.targets(FINAL_STATE, path)] == [key]
-    assert not field.covers("ab") or field.source == "/"
 
 
 def test_custom_alignment_sets_offsets_of_fields():

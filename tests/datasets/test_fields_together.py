@@ -307,9 +307,6 @@ def test_rewards_have_one_trailing_dimension(tmp_path, column, shape, alignment)
     assert data[:]["next", "done"].shape == (len(data), 1)
 
 
-# -- what is left out is compared all the same ------------------------------------------------
-
-
 def _robohive(path: Path, *, late: int = 0, reward: float = 0.0) -> Path:
     """Trials whose infos are of the record, or of one later; rewards may be others."""
     rng = np.random.default_rng(0)

@@ -43,7 +43,6 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n
     ],
 )
 def test_non_hdf5_file_error_names_real_format(tmp_path, content, said):
-    """V01: the message names the file, says what it is, and says what to do."""
     path = tmp_path / "seed0_trace.h5"
     path.write_bytes(content)
     with pytest.raises(CorpusError, match=r"\[V01\]") as caught, open_h5(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from replaykit.datasets.engine import scan
 from replaykit.datasets.engine.conversion import ConvertOptions
 from replaykit.datasets.engine.h5 import open_h5
-from replaykit.datasets.engine.h5_values import Held, HeldValues
+from replaykit.datasets.engine.h5_values import HeldValues
 from replaykit.errors import CorpusError
 from tests.datasets.trials import convert, write_file
 
@@ -54,18 +53,6 @@ def test_small_datasets_are_held_and_read_as_the_file_has_them(path, is_sent):
         for each in (file, plain):
             with pytest.raises(CorpusError):
                 each.read("g/little", 0, 7)
-
-
-def test_held_values_stay_within_their_room(path):
-    held = HeldValues(600)
-    with open_h5(path) as file:
-        file.hold(held)
-        file.leaves("g")
-        file.leaves("g")
-        assert len(held) == 2
-    # Many files share the memory.
-    shares = [Held(1 << 20, [Path(f"{i}") for i in range(n)]).share for n in (4, 100)]
-    assert shares == [1 << 18, 0]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

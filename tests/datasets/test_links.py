@@ -19,8 +19,6 @@ from replaykit.datasets.publishing import open_published, verify_published
 from replaykit.inspection import opened, validate
 from tests.datasets.trials import write_steps
 
-# -- the files of a data set -----------------------------------------------------------------------
-
 
 @pytest.fixture
 def data(target: Path, no_pipe_is_waited_for: None) -> Path:
@@ -75,12 +73,8 @@ def test_no_pipe_is_waited_for(data, reader, member):
         READERS[reader](data)
 
 
-# -- source files ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path, no_pipe_is_waited_for: None) -> Path:
-    """A folder of one source."""
     write_steps(tmp_path / "outside" / "b.h5", observations=2 * np.eye(4, 2))
     return write_steps(tmp_path / "sources" / "a.h5").parent
 

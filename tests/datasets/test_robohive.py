@@ -148,17 +148,12 @@ def arrays_of(trial: dict[str, Any], shift: int = 0) -> dict[str, np.ndarray]:
 def test_infos_of_the_same_state_are_accepted():
     seen = window(arrays_of(make_trial(6)))
     ROBOHIVE.examine(seen)
-    assert list(seen.notes) == []
-    assert seen.memory["columns"] == {
-        "env_infos/obs_dict/position": 0,
-        "env_infos/obs_dict/rest": 2,
-    }
     # The place found is only a hint: another trial may have it elsewhere.
     swapped = make_trial(6, seed=1)
     swapped["observations"] = np.roll(swapped["observations"], 1, axis=1)
-    again = window(arrays_of(swapped), {"columns": seen.memory["columns"]})
+    again = window(arrays_of(swapped), seen.memory)
     ROBOHIVE.examine(again)
-    assert list(again.notes) == []
+    assert [*seen.notes, *again.notes] == []
 
 
 @pytest.mark.parametrize("memory", [{}, {"columns": {"env_infos/obs_dict/position": 0}}])

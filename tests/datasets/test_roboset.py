@@ -230,9 +230,6 @@ def test_delete_removes_only_the_copy_in_use(serve, small, root):
     assert len(split.sample()) == len(flat.sample()) == 4  # what is open stays readable
 
 
-# -- from the Hub to the disk ---------------------------------------------------------------------
-
-
 @pytest.mark.pitfall("DS12")
 def test_room_for_the_columns_is_looked_at_before_the_download(serve, small, root, monkeypatch):
     serving = serve(*small)
@@ -298,9 +295,6 @@ def test_cache_that_may_only_be_read_is_used_all_the_same(serve, small, root, mo
 
     monkeypatch.setattr("pathlib.Path.write_text", refuse)
     assert len(construct(root)) == 17
-
-
-# -- offline --------------------------------------------------------------------------------------
 
 
 def test_offline_client_uses_the_last_commit_that_is_complete(

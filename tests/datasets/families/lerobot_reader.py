@@ -63,9 +63,6 @@ def items_of(folder: Path, episodes: Any = None) -> dict[str, np.ndarray]:
     return {name: np.stack(list(map(np.asarray, values))) for name, values in found.items()}
 
 
-# -- mutations ------------------------------------------------------------------------------------
-
-
 def edit_json(path: Path, change: Callable[[Any], None]) -> None:
     """Change the object of a JSON file, or those of a file of lines."""
     is_lines = path.suffix == ".jsonl"

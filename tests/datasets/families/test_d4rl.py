@@ -23,8 +23,6 @@ from tests.datasets.mutated.corpora import leaves
 from tests.datasets.trials import assert_ted
 from tests.datasets.trials import quietly as quiet_dataset
 
-# -- the samples ----------------------------------------------------------------------------------
-
 
 def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(shared, quietly):
     path = shared("d4rl/antmaze-umaze-v0.hdf5")
@@ -49,9 +47,6 @@ def test_late_simulator_state_of_antmaze_is_the_state_arrived_at(shared, quietly
     for key, values in columns.items():
         found = data.published.columns[key].numpy()
         assert (found.dtype, found.tobytes()) == (values.dtype, values.tobytes()), key
-
-
-# -- files with the traps of the family ----------------------------------------------------------
 
 
 def arrays(*lengths: int, width: int = 3, seed: int = 0) -> dict[str, Any]:
@@ -263,9 +258,6 @@ def test_peak_memory_does_not_grow_with_a_flat_file(tmp_path):
     assert len(data) == count
     assert data.episode_table["length"].tolist() == [length] * (count // length)
     assert data[:]["next", "reward"][:, 0].tolist()[::40_000] == list(range(0, count, 40_000))
-
-
-# -- datasets that are cut into files --------------------------------------------------------------
 
 
 CUTS = (0, 3, 7, 8, 9, 10, 11, 12, 13, 14, 18, 20)

@@ -74,9 +74,6 @@ def test_non_h5_download_is_named_and_publishes_nothing(
     assert [found.suffix for found in left] == [".lock"]
 
 
-# -- D4RL -----------------------------------------------------------------------------------------
-
-
 def test_d4rl_is_fetched_by_its_id_and_converted_once(hub: LoopbackHub, tmp_path: Path) -> None:
     file = write_steps(tmp_path / "steps.hdf5")
     hub.commit("me/d4rl", {"maze2d/maze2d-umaze-sparse-v1.hdf5": file})
@@ -147,9 +144,6 @@ def test_unhosted_ids_need_user_files_once(hub: LoopbackHub, tmp_path: Path) -> 
     assert hub.requests == []
 
 
-# -- files given by URL ---------------------------------------------------------------------------
-
-
 def test_urls_are_converted_like_files(hub: LoopbackHub, tmp_path: Path) -> None:
     files = {f"x/part{k}/steps.hdf5": write_steps(tmp_path / f"{k}.hdf5", 3 + k) for k in range(3)}
     hub.commit("me/own", files)
@@ -186,9 +180,6 @@ def test_file_urls_and_checksums_of_local_files(tmp_path: Path) -> None:
         convert({path.as_uri(): "0" * 64}, D4RL, tmp_path / "four")
     with pytest.raises(ValueError, match="expected file:///path"):
         convert("file://elsewhere/a.hdf5", D4RL, tmp_path / "five")
-
-
-# -- plans ----------------------------------------------------------------------------------------
 
 
 def test_hub_plan_lists_missing_files_and_fetches_nothing(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -243,9 +234,6 @@ def test_a_plan_of_the_web_asks_for_sizes_only(
 def test_plan_of_a_missing_repository_is_an_error(hub: LoopbackHub) -> None:
     with pytest.raises(FileNotFoundError, match="there is no dataset repository"):
         plan("minari:toys/none/v0")
-
-
-# -- files of a folder ----------------------------------------------------------------------------
 
 
 def trajectories(path: Path, actions: int) -> Path:

@@ -29,7 +29,6 @@ def edited(folder: Path, change: Callable[[Any, Any], object]) -> Path:
 
 
 def attribute(name: str, value: Any) -> Callable[[Any, Any], None]:
-    """Return a change of an attribute of the first demonstration."""
     return lambda one, two: one.attrs.__setitem__(name, value)
 
 
@@ -94,7 +93,6 @@ def test_success_other_than_true_or_false_is_an_error(tmp_path, quietly, said):
 def test_demonstrations_with_and_without_states_keep_their_own_states(
     tmp_path, quietly, bare, missing
 ):
-    """Each demonstration has its states with the first one before them, whichever lacks them."""
     arms = []
 
     def strip(*demos: Any) -> None:

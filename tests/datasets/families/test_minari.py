@@ -39,8 +39,6 @@ def test_every_row_of_the_sample_of_nested_spaces(shared, quietly, monkeypatch):
     assert data.episode_table["return"].tolist() == [28.0] * 3
 
 
-# -- files with the traps of the family -----------------------------------------------------------
-
 BOX = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
 
 
@@ -190,7 +188,6 @@ BOUNDED = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, 0], "hig
     ],
 )
 def test_actions_outside_of_their_space_are_reported(tmp_path, quietly, space, action, outside):
-    """V25: the bounds are those of the metadata."""
     values = episode(3, actions=np.array(action))
     path = write(tmp_path / "a", values, action_space=json.dumps(space))
     notes = quietly(path, MINARI).published.manifest.report["warnings"]

@@ -143,7 +143,6 @@ WRONG = {
 
 
 def rewritten(folder: Path, name: str, column: Any) -> None:
-    """Replace a column of the first episode."""
     path = next(folder.glob("0/*.arrow"))
     table = pa.ipc.open_file(path.read_bytes()).read_all()
     table = table.set_column(table.column_names.index(name), name, pa.array(column))

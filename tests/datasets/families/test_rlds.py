@@ -211,7 +211,6 @@ def write(folder: Path, *, shards: int = 2, packed: bool = True) -> list[dict[An
 
 
 def check(data: Any, episodes: list[dict[Any, Any]], texts: dict[str, list[str]]) -> None:
-    """Compare every item of every row."""
     rows = data[:]
     for key in episodes[0]:
         for root, part in (((), slice(None, -1)), (("next",), slice(1, None))):
@@ -282,7 +281,6 @@ def changed(**features: Any) -> Any:
 
 
 def said(folder: Path, **observation: Any) -> None:
-    """Describe other features of observations."""
     features = copy.deepcopy(SAID)
     steps = features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]
     steps["features"]["observation"]["featuresDict"]["features"].update(observation)

@@ -14,8 +14,6 @@ from replaykit.datasets.families.robomimic import ROBOMIMIC, ROBOSUITE, Robosuit
 from replaykit.errors import CorpusError
 from tests.datasets.trials import assert_ted
 
-# -- files with the traps of the family -----------------------------------------------------------
-
 
 def demo(steps: int, *, seed: int = 0, success: int = 0, **more: Any) -> dict[str, Any]:
     """A demonstration whose last ``success`` steps are successful."""

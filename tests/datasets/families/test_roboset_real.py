@@ -55,7 +55,6 @@ def test_trials_with_holes_are_named_and_can_be_left_out(tmp_path, quietly):
 
 @pytest.mark.filterwarnings("ignore:.*V14:UserWarning")
 def test_the_class_takes_files_of_real_robots(tmp_path, quietly):
-    """By what is in them, or by the layout that is given."""
     path = CORPUS.write(tmp_path)
     wanted = quietly(path, ROBOSET_REAL)
     options = {"root": tmp_path / "root", "source": path}

@@ -73,11 +73,7 @@ def real(folder: Path) -> None:
     repair(folder)
 
 
-# -- kinds of faults ------------------------------------------------------------------------------
-
-
 def of_file(pattern: str, change: Change) -> Change:
-    """Return a fault in a random file."""
     return lambda rng, folder: change(rng, rng.choice(sorted(folder.glob(pattern))))
 
 
@@ -106,7 +102,6 @@ def of_info(change: Callable[[random.Random, dict[str, Any]], object]) -> Change
 
 
 def of_episode(change: Callable[[random.Random, dict[str, Any]], object]) -> Change:
-    """Return a fault in the metadata of a random episode."""
 
     def edit(rng: random.Random, folder: Path) -> None:
         is_v3 = (folder / EPISODES).exists()

@@ -50,7 +50,6 @@ def write(path: Path, *, form: int = 2, seed: int = 0, **more: Any) -> dict[str,
 
 
 def check(data: Any, arrays: dict[str, Any], kept: Any = slice(None)) -> None:
-    """Compare every item of every row."""
     rows = data[:]
     for name, values in arrays.items():
         found = rows[key_of(name)].numpy()
@@ -141,9 +140,6 @@ def test_texts_are_left_out_and_flags_end_episodes(tmp_path):
     assert data.published.manifest.report["left_out"][0]["key"] == "words"
     assert data.episode_table["terminated"].tolist() == [False, True, False]
     assert data.episode_table["truncated"].tolist() == [True, False, True]
-
-
-# -- wrong files ----------------------------------------------------------------------------------
 
 
 def described(path: Path, **changes: Any) -> None:
