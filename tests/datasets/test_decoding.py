@@ -1,4 +1,4 @@
-"""Values that are not stored as numbers, and fields and alignments as they are declared."""
+"""Values that are not stored as numbers, or not in one array."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import h5py
 import numpy as np
 import pytest
 
-from replaykit.datasets import (
-    Alignment,
-    Field,
-)
 from replaykit.datasets.encoded_frames import image_module
 from replaykit.datasets.engine.fields import Preceded, Text
 from replaykit.datasets.engine.h5 import open_h5
@@ -41,27 +37,6 @@ def test_separately_stored_first_record_comes_first(tmp_path, start, stop):
         assert found.tolist() == list(range(4))[start:stop]
         with pytest.raises(CorpusError, match=r"e/initial/y: has records of shape \[2\]"):
             Preceded("states", "initial").read(file, "e/states/y", 0, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"role": "observatoin"}, r"'x': expected role as one of \('observation', "),
-        ({"role": "info", "moment": "tomorrow"}, "expected moment as one of"),
-        ({"role": "info", "moment": "successor"}, "a successor has the key"),
-    ],
-)
-def test_field_that_makes_no_sense_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Field("x", before=("info",), **arguments)
-
-
-def test_custom_alignment_sets_offsets_of_fields():
-    own = Alignment("own", extra=2, action=1, outcome=0)
-    field = Field("o", "observation", ("observation",), ("next", "observation"), shift=1)
-    assert field.extra(own) == 2
-    assert [target.offset for target in field.targets(own, "o")] == [1, 2]
-    assert Field("a", "action", ("action",)).targets(own, "a")[0].offset == 1
 
 
 def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):

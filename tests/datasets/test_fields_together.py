@@ -17,6 +17,7 @@ from replaykit.datasets import (
     FINAL_STATE,
     STATE_RECORDS,
     STEPS,
+    Alignment,
     Field,
     Groups,
     Layout,
@@ -282,6 +283,25 @@ def test_fields_that_make_no_sense_are_errors_at_declaration():
     refuses(ValueError, "gets nothing", _layout, whole, states)
     said = "takes the role 'reward', got 'info'"
     refuses(ValueError, said, Field, "score", "info", after=("next", "reward"))
+    said = r"'x': expected role as one of \('observation', "
+    refuses(ValueError, said, Field, "x", "observatoin", ("info",))
+    said = "expected moment as one of"
+    refuses(ValueError, said, Field, "x", "info", ("info",), moment="tomorrow")
+    said = "a successor has the key"
+    refuses(ValueError, said, Field, "x", "info", ("info",), moment="successor")
+
+
+def test_an_alignment_of_ones_own_takes_other_records(tmp_path):
+    own = Alignment("own", extra=2, action=1, outcome=0)
+    path = _write(tmp_path / "a.h5", runs=1, torque=np.arange(6.0)[:, None])
+    with h5py.File(path, "a") as file:
+        del file["run0/pose"]
+        file["run0/pose"] = np.arange(7.0)[:, None]
+    fields = (STATE, SCORE, Field("torque", "action", before=("action",), more=1))
+    rows = convert(path, _layout(*fields, alignment=own), tmp_path / "data")[:]
+    assert rows["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert rows["action"].flatten().tolist() == [1, 2, 3, 4, 5]
+    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_layout_that_overrides_the_old_name_of_a_method_is_refused():

@@ -157,21 +157,6 @@ def test_metadata_that_contradicts_the_arrays(tmp_path, quietly, metadata, said,
         assert said in notes[0]["text"]
 
 
-@pytest.mark.parametrize(("on_invalid", "kept"), [("skip", [3]), ("keep", [4, 3])])
-def test_stale_episode_length_is_skipped_or_reported(tmp_path, quietly, on_invalid, kept):
-    path = write(tmp_path / "a", episode(4, **{"@total_steps": 9}), episode(3, seed=1))
-    data = quietly(path, MINARI, policies=Policies(on_invalid=on_invalid))
-    assert data.episode_table["length"].tolist() == kept
-    report = data.published.manifest.report
-    if on_invalid == "skip":
-        assert [entry["name"] for entry in report["skipped"]] == ["episode_0"]
-        assert "'total_steps' says 9 [V15]" in report["skipped"][0]["why"]
-        return
-    assert [(note["rule"], note["first"]) for note in report["warnings"]] == [
-        ("V15", "main_data.hdf5: episode_0/rewards")
-    ]
-
-
 BOUNDED = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, 0], "high": [1, 5]}
 
 

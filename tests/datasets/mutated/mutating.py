@@ -173,20 +173,7 @@ def redescribe(path: Path, draw: random.Random) -> None:
     beside[0].write_text(text)
 
 
-MUTATIONS = (
-    flip,
-    flip,
-    flip,
-    cut,
-    drop,
-    drop,
-    reshape,
-    reshape,
-    retype,
-    retype,
-    change,
-    redescribe,
-)
+MUTATIONS = (*[flip] * 3, cut, *[drop] * 2, *[reshape] * 2, *[retype] * 2, change, redescribe)
 
 
 def mutate(good: Path, folder: Path, seed: int) -> tuple[Path, str]:
