@@ -13,9 +13,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 
-from replaykit.testing.lerobot_sets import write_video
-from tests.datasets.families.mutations import damage
-
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 
 
@@ -87,10 +84,27 @@ def mutate(folder: Path, seed: int) -> str:
     """Change something in one file of a data set; return what."""
     rng = random.Random(seed)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path, other, kind = rng.choice(files), rng.choice(files), rng.randrange(16)
-    if kind < 7:
-        damage(path, other, kind, rng.randrange(1 << 30), rng.randint(1, 8))
-    elif path.suffix == ".mp4":
+    path = rng.choice(files)
+    kinds = ["cut", "flip", "remove", "swap"]
+    kinds += ["edit"] * 8 if path.suffix != ".mp4" else ["again"] * 4
+    kind = rng.choice(kinds)
+    content = path.read_bytes()
+    if kind == "cut":
+        path.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == "flip":
+        changed = bytearray(content)
+        for _ in range(rng.choice((1, 8))):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(changed))
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "swap":
+        other = rng.choice([each for each in files if each.suffix == path.suffix])
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    elif kind == "again":
+        from replaykit.testing.lerobot_sets import write_video
+
         write_video(path, rng.randrange(1, 12), rng.choice((10, 10, 30)), 5)
     elif path.suffix == ".parquet":
         edit_table(path, lambda rows: _edit(rng, rng.choice(rows)))

@@ -19,27 +19,6 @@ SEEDS = pytest.mark.parametrize("seed", [0, *_LONG])
 """Parametrizes tests of `refusals`: 540 copies, 60 of them in short runs."""
 
 
-def damage(file: Path, other: Path, kind: int, at: int, size: int) -> None:
-    """Flip a bit, remove, repeat or zero bytes, or the end; copy another file, or remove it."""
-    content = bytearray(file.read_bytes())
-    at %= len(content)
-    if kind == 0:
-        content[at] ^= 1 << size - 1
-    elif kind == 1:
-        del content[at : at + size]
-    elif kind == 2:
-        content[at:at] = content[at : at + size]
-    elif kind == 3:
-        content[at : at + size] = bytes(len(content[at : at + size]))
-    elif kind == 4:
-        del content[at:]
-    elif kind == 5:
-        content = bytearray(other.read_bytes())
-    file.write_bytes(content)
-    if kind == 6:
-        file.unlink()
-
-
 def refusals(
     source: Path,
     layout: Any,
@@ -51,8 +30,10 @@ def refusals(
 ) -> int:
     """Convert 60 damaged copies of a source, and return how many were refused.
 
-    One file that matches a name is damaged. An error must name the copy and a rule. Otherwise
-    ``check`` gets the data set and the name of the file.
+    One file that matches a name is damaged: a flipped bit, bytes that are removed, repeated, zeros
+    or missing at the end, and in folders also a missing file, or one with another's content. An
+    error must name the copy and a rule. Otherwise ``check`` gets the data set and the name of the
+    file.
     """
     random, errors = np.random.default_rng(seed), 0
     for number in range(60):
@@ -64,10 +45,25 @@ def refusals(
             shutil.copytree(source, copy)
             files = sorted({f for name in names for f in copy.rglob(name) if f.is_file()})
         file, other = (files[at] for at in random.integers(len(files), size=2))
-        at, size = int(random.integers(file.stat().st_size)), int(random.integers(1, 9))
-        if file.name.isdecimal() and other.name.isdecimal():
-            other = file  # chunks of Zarr do not say to which rows they belong
-        damage(file, other, number % (5 if source.is_file() else 7), at, size)
+        content = bytearray(file.read_bytes())
+        at, size = int(random.integers(len(content))), int(random.integers(1, 9))
+        kind = number % (5 if source.is_file() else 7)
+        if kind == 0:
+            content[at] ^= 1 << size - 1
+        elif kind == 1:
+            del content[at : at + size]
+        elif kind == 2:
+            content[at:at] = content[at : at + size]
+        elif kind == 3:
+            content[at : at + size] = bytes(len(content[at : at + size]))
+        elif kind == 4:
+            del content[at:]
+        elif kind == 5 and not (file.name.isdecimal() and other.name.isdecimal()):
+            # Chunks of Zarr do not say to which rows they belong.
+            content = bytearray(other.read_bytes())
+        file.write_bytes(content)
+        if kind == 6:
+            file.unlink()
         found: Any
         try:
             with warnings.catch_warnings():
