@@ -35,11 +35,6 @@ class NameTable:
         self._text += name.encode("utf-8")
         self._ends.append(len(self._text))
 
-    def cut(self, count: int) -> None:
-        """Remove all texts but the first ``count``."""
-        del self._ends[count:]
-        del self._text[self._ends[-1] if self._ends else 0 :]
-
     def __len__(self) -> int:
         return len(self._ends)
 
