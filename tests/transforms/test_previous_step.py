@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from replaykit import (
@@ -18,77 +16,8 @@ from replaykit import (
     ReplayBuffer,
     StepCount,
 )
-from replaykit.buffer.row_context import StoredSurroundings
-from replaykit.transforms import Surroundings
 from tests.support.refusals import refuses
-from tests.transforms.streams import Streams, histories, play
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data(), init=st.sampled_from([0, -3]), n=st.sampled_from([1, 3]))
-def test_previous_steps_match_a_scan(data: Any, init: int, n: int) -> None:
-    """S20: ``init`` at the first row of an episode, reward and action of row t - 1 at row t."""
-    chain = Compose(*[NStep(n, 0.9)] * (n > 1), PreviousStep(init=init))
-    streams = play(chain, data.draw(histories()))
-    eligible = {place for place in streams.stored() if streams.has_past(*place, 1)}
-    if not eligible:
-        refuses(RuntimeError, "1 rows of history", streams.buffer.sample)
-        return
-    found = streams.drawn()
-    assert set(found) == eligible
-    for (lane, number), row in found.items():
-        own = streams.rows[lane]
-        begins = number == streams.begin(lane, number)
-        action, reward = row["previous_action"], row["previous_reward"]
-        assert action.item() == (init if begins else (number - 1) * 10)
-        assert reward.tolist() == [init if begins else own[number - 1].reward]
-        last = min(streams.last(lane, number), number + n - 1)
-        assert row["next", "previous_action"].item() == last * 10
-        assert row["next", "previous_reward"].tolist() == [own[last].reward]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_steps_are_counted_from_where_the_episode_began(data: Any) -> None:
-    streams = play(StepCount(), data.draw(histories()))
-    found = streams.drawn()
-    assert set(found) == set(streams.stored())
-    for (lane, number), row in found.items():
-        assert row["step_count"].tolist() == [number - streams.begin(lane, number)]
-        assert row["step_count"].dtype is torch.int64
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), n=st.sampled_from([1, 3]), init=st.sampled_from([0, 0, 1]))
-def test_core_and_separate_reads_give_equal_steps(data: Any, n: int, init: int) -> None:
-    """What the core copies in one step is what is made of rows read by themselves."""
-    dtypes = [torch.float32, torch.float64, torch.int32, torch.bool]
-    shape = data.draw(st.sampled_from([(), (1,), (2, 3)]))
-    dtype = data.draw(st.sampled_from(dtypes))
-    concat = data.draw(st.booleans()) and (dtype.is_floating_point or shape == (2, 3))
-    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    steps, slots = data.draw(st.integers(2, 30)), data.draw(st.integers(2, 12))
-    following = {
-        "done": torch.rand(steps, 1, generator=seed) < 0.2,
-        "reward": torch.rand(steps, *data.draw(st.sampled_from([(), (1,)])), generator=seed),
-    }
-    if n > 1:
-        following["reward"] = following["reward"].reshape(steps, 1)
-    action = torch.randint(0, 9, (steps, *shape), generator=seed).to(dtype)
-    chain = Compose(
-        *[NStep(n, 0.9)] * (n > 1),
-        PreviousStep(["action", ("next", "reward")], init=init, concat=concat),
-    )
-    buffer = ReplayBuffer(storage=LazyTensorStorage(slots), transform=chain)
-    buffer.extend(TensorDict({"action": action, "next": following}, [steps]))
-    found = buffer[:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoredSurroundings, "stacks", Surroundings.stacks)
-        expected = buffer[:]
-    assert set(found.keys(True, True)) == set(expected.keys(True, True))
-    for key in expected.keys(True, True):
-        assert found[key].dtype is expected[key].dtype
-        assert found[key].equal(expected[key]), key
+from tests.transforms.streams import Streams
 
 
 def test_concat_joins_reward_and_action() -> None:
@@ -129,6 +58,20 @@ def test_actions_with_columns_are_joined_unchanged(
     assert buffer[0]["previous_step"].tolist() == [0.0] * (1 + len(columns))
 
 
+def test_init_stands_in_at_the_first_row_and_sums_keep_the_last_step() -> None:
+    own = Streams(Compose(NStep(3, 0.9), PreviousStep(init=-3)))
+    own.extend([[0], [0], [1], [0], [0]])
+    for (_, number), row in own.drawn().items():
+        first, last = (0, 2) if number < 3 else (3, 4)
+        before = number - 1
+        assert row["previous_action"].item() == (-3 if number == first else before * 10)
+        reward = -3 if number == first else own.rows[0][before].reward
+        assert row["previous_reward"].tolist() == [reward]
+        last = min(last, number + 2)
+        assert row["next", "previous_action"].item() == last * 10
+        assert row["next", "previous_reward"].tolist() == [own.rows[0][last].reward]
+
+
 def test_values_keep_dtype_and_shape() -> None:
     rows = {
         "image": torch.arange(12, dtype=torch.uint8).reshape(2, 2, 3),
@@ -164,8 +107,7 @@ def test_invalid_arguments_are_refused_at_construction(
     arguments: Any, error: Any, words: str
 ) -> None:
     refuses(error, words, PreviousStep, **arguments)
-    with pytest.raises(TypeError):
-        StepCount(3)
+    refuses(TypeError, "expected a key", StepCount, 3)
 
 
 @pytest.mark.parametrize(
