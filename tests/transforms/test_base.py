@@ -47,9 +47,6 @@ class InvOnly:
         return data * 10
 
 
-# -- order ----------------------------------------------------------------------------------------
-
-
 def test_reading_goes_in_order_and_writing_in_reverse() -> None:
     log: list[str] = []
     chain = Compose(Says("a", log), Says("b", log))
@@ -151,10 +148,7 @@ def test_a_transform_may_change_the_number_of_rows() -> None:
     assert rb[:].tolist() == [0, 1, 0, 1, 7, 7]
 
 
-# -- what is a transform --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("thing", [None, 3, "x", object(), Transform, dict, []])
+@pytest.mark.parametrize("thing", [None, "x", object(), Transform, dict])
 def test_invalid_transform_is_refused(thing: Any) -> None:
     chain = Compose(abs)
     for use in (
@@ -165,8 +159,6 @@ def test_invalid_transform_is_refused(thing: Any) -> None:
         lambda: ReplayBuffer().insert_transform(0, thing),
     ):
         refuses(RuntimeError, "expected a callable, or an object with forward", use)
-    if thing is not None:
-        refuses(RuntimeError, "expected a callable", ReplayBuffer, transform=thing)
     assert len(chain) == 1
 
 
@@ -197,9 +189,6 @@ def test_a_copy_is_a_chain_of_the_same_transforms() -> None:
     twin.append(abs)
     assert (len(chain), len(twin)) == (1, 2)
     assert twin[0] is chain[0]
-
-
-# -- in a buffer ----------------------------------------------------------------------------------
 
 
 @pytest.mark.pitfall("WR13")
@@ -259,9 +248,6 @@ def test_adding_one_row_shows_transforms_a_batch_of_one() -> None:
     assert shapes == [(1, 3), (4, 1, 3)]
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
 class Counts(Transform):
     """Has a state: how many batches it saw."""
 
@@ -280,15 +266,10 @@ class Counts(Transform):
 
 
 def test_transforms_with_state_take_batches_in_order() -> None:
-    class Counts(ForwardOnly):
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
     class Learns(Transform):
         ordered = True
 
     module = torch.nn.BatchNorm1d(3)
-    assert Compose(Counts()).ordered
     assert Compose(Compose(ForwardOnly(), Counts())).ordered
     assert Compose(Learns()).ordered
     assert not Compose(ForwardOnly(), Compose(), lambda data: data, module).ordered
@@ -323,9 +304,6 @@ def test_state_for_a_missing_transform_is_refused(state: Any, message: str) -> N
     chain = Compose(abs, Counts())
     refuses(ValueError, message, chain.load_state_dict, state)
     assert int(chain[1].seen) == 0
-
-
-# -- TorchRL's transforms -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -368,22 +346,15 @@ def test_torchrl_transforms_read_and_write(torchrl: Any, make_rows: Any) -> None
 def test_torchrl_transforms_with_a_way_back_are_inverted_on_writing(
     torchrl: Any, fingerprint: Any
 ) -> None:
-    rows = TensorDict({"x": torch.arange(3, dtype=torch.float32)}, [3])
+    rows = TensorDict({"x": torch.arange(3, dtype=torch.float32), "secret": torch.ones(3)}, [3])
     before = fingerprint(rows)
-    rb = ReplayBuffer(storage=LazyTensorStorage(5))
-    rb.append_transform(
-        torchrl.DTypeCastTransform(torch.float64, torch.float32, in_keys=["x"], in_keys_inv=["x"])
+    cast = torchrl.DTypeCastTransform(
+        torch.float64, torch.float32, in_keys=["x"], in_keys_inv=["x"]
     )
-    rb.append_transform(
-        torchrl.RenameTransform(["y"], ["x"], in_keys_inv=["x"], out_keys_inv=["y"]), invert=False
-    )
-    rb2 = ReplayBuffer(storage=LazyTensorStorage(5)).append_transform(
-        torchrl.ExcludeTransform("secret"), invert=True
-    )
-    rb2.extend(TensorDict({"x": torch.zeros(2), "secret": torch.ones(2)}, [2]))
-    assert set(rb2.storage[:].keys()) == {"x"}
-    casts = ReplayBuffer(storage=LazyTensorStorage(5), transform=rb.transform[0])
-    casts.extend(rows)
-    assert casts.storage[:]["x"].dtype == torch.float64
-    assert casts.sample(2)["x"].dtype == torch.float32
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), transform=cast)
+    rb.append_transform(torchrl.ExcludeTransform("secret"), invert=True)
+    rb.extend(rows)
+    assert set(rb.storage[:].keys()) == {"x"}
+    assert rb.storage[:]["x"].dtype == torch.float64
+    assert rb.sample(2)["x"].dtype == torch.float32
     assert fingerprint(rows) == before

@@ -16,22 +16,8 @@ RANGES = [(-1.0, 1.0), (0.0, 1.0), (-0.5, 0.5), (0, 255), (-3, 17)]
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(4, 8, 8)
 
 
-def images(**others: Any) -> TensorDict:
-    return TensorDict({"observation": EVERY_BYTE, **others}, [4])
-
-
-@pytest.mark.parametrize(("low", "high"), RANGES)
-def test_bytes_become_floats(low: float, high: float, fingerprint: Any) -> None:
-    data = images(next={"observation": EVERY_BYTE.flip(0), "x": torch.zeros(4)})
-    before = fingerprint(data)
-    out = ImageScale(low, high)(data)
-    for key in ("observation", ("next", "observation")):
-        assert out[key].dtype is torch.float32
-        expected = data[key].numpy().astype(np.float64) / 255 * (high - low) + low
-        np.testing.assert_allclose(out[key].numpy(), expected, atol=1e-5)
-    assert (out["observation"].min(), out["observation"].max()) == (low, high)
-    assert out["next", "x"] is data["next", "x"]
-    assert fingerprint(data) == before
+def images() -> TensorDict:
+    return TensorDict({"observation": EVERY_BYTE}, [4])
 
 
 @pytest.mark.parametrize(
@@ -45,6 +31,7 @@ def test_the_inverse_gives_every_byte_back(low: float, high: float, dtype: torch
     """S16: asked for are 1e-4 of 255; bytes come back as bytes."""
     scale = ImageScale(low, high)
     floats = scale(images())
+    assert (floats["observation"].min(), floats["observation"].max()) == (low, high)
     back = scale.inv(floats.to(dtype))
     assert back["observation"].dtype is torch.uint8
     assert torch.equal(back["observation"], EVERY_BYTE)
@@ -72,7 +59,6 @@ def test_padding_keeps_its_values() -> None:
     ("make", "error", "message"),
     [
         (lambda: ImageScale(1, -1), ValueError, "min below max, got min 1.0 and max -1.0"),
-        (lambda: ImageScale(0, 0), ValueError, "min below max"),
         (lambda: ImageScale(0, float("inf")), ValueError, "max: expected a finite number"),
         (lambda: ImageScale("a", 1), TypeError, "min: expected a number"),
         (lambda: ImageScale(keys="pixels"), TypeError, "expected a list of keys, got 'pixels'"),
@@ -84,7 +70,7 @@ def test_arguments_are_checked_at_once(make: Any, error: type[Exception], messag
     refuses(error, message, make)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_other_dtypes_than_uint8_are_refused_on_read(dtype: torch.dtype) -> None:
     """S16."""
     with pytest.raises(TypeError, match=f"key 'observation': expected uint8, got {dtype}"):
@@ -106,11 +92,8 @@ def test_a_nested_observation_needs_keys(way: str) -> None:
 def test_floats_outside_the_range_are_not_written(value: float) -> None:
     data = TensorDict({"observation": torch.tensor([0.0, value])}, [2])
     refuses(ValueError, "'observation': expected values from -1 to 1, got", ImageScale().inv, data)
-
-
-def test_other_numbers_are_not_written() -> None:
-    with pytest.raises(TypeError, match="expected uint8 or floats, got torch"):
-        ImageScale().inv(TensorDict({"observation": torch.zeros(2).long()}, [2]))
+    data["observation"] = torch.zeros(2).long()
+    refuses(TypeError, "expected uint8 or floats, got torch", ImageScale().inv, data)
 
 
 def test_bytes_are_stored_whichever_form_is_written(storage_kind: Any) -> None:
@@ -132,16 +115,23 @@ def test_image_scale_has_repr_and_stage() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_images_are_scaled_as_numpy_scales_them(threads: int) -> None:
+def test_images_are_scaled_as_numpy_scales_them(threads: int, fingerprint: Any) -> None:
+    """Of any size and strides, with any number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         data = torch.randint(0, 256, (37, 3, 64, 128), dtype=torch.uint8)
-        for image in (data, data.movedim(1, 3), data[:, :, ::2]):
-            batch = TensorDict({"observation": image}, [37])
-            scaled = ImageScale(-0.5, 2.0)(batch)["observation"]
-            numbers = image.numpy().astype(np.float32) / np.float32(255)
-            numbers = numbers * np.float32(2.5) + np.float32(-0.5)
-            assert (scaled.numpy() == numbers).all()
+        for image in (data, data.movedim(1, 3), data[:, :, ::2], data[:, 0, 0]):
+            after = {"observation": image.flip(0), "x": torch.zeros(37)}
+            batch = TensorDict({"observation": image, "next": after}, [37])
+            shown = fingerprint(batch)
+            scaled = ImageScale(-0.5, 2.0)(batch)
+            for key in ("observation", ("next", "observation")):
+                numbers = batch[key].numpy().astype(np.float32) / np.float32(255)
+                numbers = numbers * np.float32(2.5) + np.float32(-0.5)
+                assert (scaled[key].numpy() == numbers).all()
+                assert scaled[key].dtype is torch.float32
+            assert scaled["next", "x"] is batch["next", "x"]
+            assert fingerprint(batch) == shown
     finally:
         torch.set_num_threads(before)

@@ -14,6 +14,7 @@ from replaykit import (
     ExcludeTransform,
     KeepRaw,
     LazyTensorStorage,
+    ListStorage,
     RenameTransform,
     ReplayBuffer,
     RewardScale,
@@ -45,13 +46,9 @@ ALL = {"a", "b", ("next", "a"), ("next", "deep", "c")}
     ("transform", "left"),
     [
         (ExcludeTransform("a"), ALL - {"a"}),
-        (ExcludeTransform(("next", "a")), ALL - {("next", "a")}),
         (ExcludeTransform(("next", "deep", "c")), ALL - {("next", "deep", "c")}),
-        (ExcludeTransform("next"), {"a", "b"}),
         (ExcludeTransform("a", "zoo", ("next", "zoo"), ("zoo", "a")), ALL - {"a"}),
         (ExcludeTransform(), ALL),
-        (ExcludeTransform(("a",)), ALL - {"a"}),
-        (SelectTransform("a"), {"a"}),
         (SelectTransform("b", ("next", "deep", "c")), {"b", ("next", "deep", "c")}),
         (SelectTransform("next"), {("next", "a"), ("next", "deep", "c")}),
         (RenameTransform(["next"], ["n"]), {"a", "b", ("n", "a"), ("n", "deep", "c")}),
@@ -69,7 +66,6 @@ def test_excluded_keys_go_and_selected_ones_stay(
     ("make", "message"),
     [
         (lambda: RenameTransform(["a", "b"], ["c"]), "expected 2 new names, got 1"),
-        (lambda: RenameTransform([], ["c"]), "expected 0 new names, got 1"),
         (lambda: CatTensors([], "out"), "at least one key to join"),
         (lambda: ExcludeTransform(3), "expected a key"),
         (lambda: SelectTransform(["a"]), "expected a key"),
@@ -88,8 +84,6 @@ def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     ("in_keys", "out_keys", "moved"),
     [
         (["a"], ["z"], {"z": "a"}),
-        (["a"], [("next", "z")], {("next", "z"): "a"}),
-        ([("next", "a")], ["z"], {"z": ("next", "a")}),
         (
             [("next", "deep", "c")],
             [("new", "place", "c")],
@@ -98,7 +92,6 @@ def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
         (["a", "b"], ["b", "a"], {"b": "a", "a": "b"}),
         (["a", ("next", "a")], [("next", "a"), "a"], {("next", "a"): "a", "a": ("next", "a")}),
         (["a"], ["b"], {"b": "a"}),
-        (["a"], ["a"], {"a": "a"}),
         ([], [], {}),
     ],
 )
@@ -175,9 +168,10 @@ def test_writing_is_not_affected(data: TensorDict) -> None:
         assert transform.inv(data) is data
 
 
-def test_key_transforms_keep_the_index_in_a_buffer(storage_kind: Any, make_rows: Any) -> None:
-    rb = storage_kind.buffer(
-        4,
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_key_transforms_keep_the_index_in_a_buffer(storage: Any, make_rows: Any) -> None:
+    rb = ReplayBuffer(
+        storage=storage(4),
         batch_size=5,
         transform=Compose(
             ExcludeTransform(("next", "done")),
@@ -187,12 +181,11 @@ def test_key_transforms_keep_the_index_in_a_buffer(storage_kind: Any, make_rows:
         ),
     )
     rb.extend(make_rows(0, 4))
-    for _ in range(2):
-        batch = rb.sample()
-        assert _keys(batch) == {"id", "all", ("extra", "action"), "index"}
-        assert torch.equal(batch["index"], batch["id"])
-        assert torch.equal(batch["all"][:, 0], batch["id"] * 10.0)
-        assert torch.equal(batch["all"][:, 3], batch["id"] / 2)
+    batch = rb.sample()
+    assert _keys(batch) == {"id", "all", ("extra", "action"), "index"}
+    assert torch.equal(batch["index"], batch["id"])
+    assert torch.equal(batch["all"][:, 0], batch["id"] * 10.0)
+    assert torch.equal(batch["all"][:, 3], batch["id"] / 2)
     assert _keys(rb[:]) == {"id", "all", ("extra", "action")}
     assert set(rb.storage[0].keys(True, True)) == set(make_rows(0, 1).keys(True, True))
 
@@ -204,40 +197,20 @@ def test_select_of_keys_that_samples_add_is_too_early(make_rows: Any) -> None:
     refuses(KeyError, r"no key .*index", rb.sample, 2)
 
 
-@pytest.mark.parametrize(
-    ("transform", "text"),
-    [
-        (ExcludeTransform("a", ("b", "c")), "ExcludeTransform('a', ('b', 'c'))"),
-        (SelectTransform("a"), "SelectTransform('a')"),
-        (RenameTransform(["a"], ["b"]), "RenameTransform([('a',)], [('b',)])"),
-        (CatTensors(["a"], "b"), "CatTensors([('a',)], 'b', dim=-1)"),
-    ],
-)
-def test_repr_shows_arguments(transform: Any, text: str) -> None:
-    assert repr(transform) == text
-
-
-# -- stored values ---------------------------------------------------------------------------------
-
-
 def make(rows: int) -> TensorDict:
     return TensorDict({"next": {"reward": torch.arange(rows)[:, None] * 1.0}}, [rows])
 
 
 def test_keep_raw_adds_stored_values_to_transformed_batch() -> None:
-    chain = Compose(KeepRaw([("next", "reward")], under="stored"), RewardScale(2.0))
+    keep = KeepRaw([("next", "reward")], under="stored")
+    refuses(ValueError, "KeepRaw.*'stored'.*before.*RewardScale", Compose, RewardScale(2.0), keep)
+    chain = Compose(RewardScale(2.0), keep, order="auto")
+    assert [type(each) for each in chain] == [KeepRaw, RewardScale]
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=chain)
     rb.extend(make(8))
     batch = rb.sample(32)
     assert torch.equal(batch["stored", "next", "reward"][:, 0].long(), batch["index"])
     assert torch.equal(batch["next", "reward"], batch["stored", "next", "reward"] * 2)
-
-
-def test_keep_raw_must_precede_transforms_of_values() -> None:
-    with pytest.raises(ValueError, match=r"KeepRaw.*'raw'.*before.*RewardScale"):
-        Compose(RewardScale(2.0), KeepRaw([("next", "reward")]))
-    sorted_chain = Compose(RewardScale(2.0), KeepRaw([("next", "reward")]), order="auto")
-    assert [type(each) for each in sorted_chain] == [KeepRaw, RewardScale]
 
 
 def test_a_key_that_is_not_there_or_in_the_way_is_named() -> None:

@@ -253,24 +253,6 @@ def test_earlier_transforms_relabel_the_rows_of_windows() -> None:
     assert torch.equal(batch["goal"], own[:, None].expand(-1, 3))
 
 
-@pytest.mark.parametrize("how", ["sample_unit", "transform"])
-def test_a_frame_that_is_asked_for_once_is_read_once(monkeypatch: Any, how: str) -> None:
-    rb: Any = ReplayBuffer(storage=LazyTensorStorage(50), **{how: Windows(OFFSETS)})
-    rb.extend(episodes())
-    columns, read = rb.storage.require(), []
-    gather = columns.gather_keys
-
-    def noted(keys: Any, at: Any) -> Any:
-        read.append((*keys, len(at)))
-        return gather(keys, at)
-
-    monkeypatch.setattr(columns, "read", None if how == "sample_unit" else columns.read)
-    monkeypatch.setattr(columns, "gather_keys", noted)
-    rb.sample(4)
-    wanted = [(("observation", "state"), 8), (("action",), 64), (("camera",), 4), (("task",), 8)]
-    assert read == [one for one in wanted if how == "sample_unit" or one[1] != 4]
-
-
 def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
     values = {"a": {"b.c": torch.zeros(3), "b": {"c": torch.ones(3)}}, "x.y": torch.arange(3)}
     rb = ReplayBuffer(storage=LazyTensorStorage(5), transform=Windows({"x.y": [0, 1]}))
