@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from replaykit import (
     ImmutableDatasetWriter,
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -153,7 +154,7 @@ def model(
 @given(
     batches=st.lists(st.lists(st.sampled_from("....LTR"), min_size=1, max_size=25), max_size=8),
     capacity=st.integers(3, 40),
-    layout=st.sampled_from(["ring", "lanes", "streams"]),
+    layout=st.sampled_from(["ring", "lanes", "streams", "rings of streams"]),
     width=st.sampled_from([1, 3]),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
     emptied=st.integers(0, 12),
@@ -171,14 +172,15 @@ def test_random_writes_against_a_model(
 ) -> None:
     """Wrapping rings, lanes, streams, batches of any length, `empty` and a load in between."""
     width = 1 if layout == "ring" else width
-    options: dict[str, Any] = {"lanes": {"ndim": 2}, "streams": {"lane_key": "env"}}.get(layout, {})
+    options: dict[str, Any] = {"ring": {}, "lanes": {"ndim": 2}}.get(layout, {"lane_key": "env"})
 
     def make() -> ReplayBuffer:
         transform = ReturnToGo(
             gamma, default=DEFAULT, boundary="lost", on_truncated="bootstrap", value="v"
         )
         storage = LazyTensorStorage(capacity * width, **options)
-        return ReplayBuffer(storage=storage, transform=transform)
+        writer = LaneWriter(capacity) if layout == "rings of streams" else None
+        return ReplayBuffer(storage=storage, transform=transform, writer=writer)
 
     rb = make()
     written: list[list[str]] = [[] for _ in range(width)]

@@ -165,16 +165,6 @@ def test_random_programs_match_lists(seed: int, kind: str, tmp_path: Path) -> No
     assert not (rb.writer.generations_of(index) == handle).any()
 
 
-def test_a_recovered_write_numbers_no_streams(tmp_path: Path) -> None:
-    """Numbers of streams cost O(episodes), and so do all steps that need them."""
-    rb = make(12, kind=in_folder("recovered", tmp_path))
-    numberings = []
-    for key in range(9):
-        rb.extend(rows_of(key, 4))
-        numberings.append(rb.storage.episodes.pool.numbering)
-    assert numberings[3:] == numberings[3:4] * 6
-
-
 def test_windows_and_sums_follow_moved_rows() -> None:
     rb = make(50, sampler=SliceSampler(slice_len=3), transform=NStep(2, 0.5), batch_size=300)
     for key in range(40):
@@ -369,6 +359,7 @@ def test_a_loaded_turn_follows_rows_that_move_in_the_first_write(tmp_path: Path)
     assert [int(rb.sample()["id"]) for _ in range(5)] == [3, 9, 1, 2, 3]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["memory", "recovered", "once", "recovered once"])
 @pytest.mark.parametrize("action", ["write", "fit", "run", "remove", "tag"])
 @pytest.mark.parametrize(
