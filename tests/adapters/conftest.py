@@ -1,4 +1,4 @@
-"""One thread for torch: small networks are slow with several, if other tests run too."""
+"""One thread for torch: small networks are slow with several, and sums depend on their count."""
 
 from __future__ import annotations
 

@@ -84,9 +84,13 @@ def buffer(kind: str, folder: Path) -> ReplayBuffer[Any, Any, Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*float16")
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "kind", ["many", "ring", "deduplicated ring", "recoverable", "lanes", "lanes of a ring"]
+    ("kind", "form"),
+    [
+        *(("many", form) for form in FORMS),
+        *((kind, "robomimic") for kind in ("ring", "deduplicated ring", "lanes of a ring")),
+        *((kind, "zarr") for kind in ("deduplicated ring", "recoverable", "lanes")),
+    ],
 )
 def test_every_value_of_a_buffer_comes_back(kind, form, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))

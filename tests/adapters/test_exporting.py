@@ -112,18 +112,8 @@ def same(value: Any, tensor: torch.Tensor) -> bool:
     return value.dtype == array.dtype and np.asarray(value).tobytes() == array.tobytes()
 
 
-def same_rows(first: TensorDict, second: TensorDict, *, names: Any = lambda key: key) -> None:
-    """Compare the columns of the first rows with those of the second, bit for bit."""
-    for key in first.keys(True, True):
-        found = second[names(key)]
-        assert same(found.numpy(), first[key]), key
-
-
 def files_below(folder: Path) -> list[str]:
     return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-
-
-# -- Minari ---------------------------------------------------------------------------------------
 
 
 def test_minari_reads_the_same_bits(nested):
@@ -154,60 +144,66 @@ def test_minari_reads_the_same_bits(nested):
         assert same(stored.infos["body"]["speed"][1:], rows["next", "info", "body", "speed"])
 
 
-def renamed(key: Any) -> Any:
-    """The key of a part of a tuple in data sets that were converted from Minari."""
-    parts = (key,) if isinstance(key, str) else key
-    return tuple(f"_index_{part}" if part.isdigit() else part for part in parts)
-
-
-def test_replaykit_converts_a_minari_export_to_the_same_rows(nested, datasets, tmp_path):
+def test_a_converted_minari_export_is_exported_the_same_again(nested, datasets, tmp_path):
+    """Also the parts of tuples, infos and seeds."""
     to_minari(nested, "arm/nested-v0", env=Nested())
     file = datasets / "arm/nested-v0/data/main_data.hdf5"
-    data = convert(file, MINARI, tmp_path / "converted")
+    data = MinariExperienceReplay("arm/nested-v0", 4, source=file, root=tmp_path / "root")
     rows = nested[:].exclude("source_seed")
-    same_rows(rows, data[:], names=renamed)
+    for key in rows.keys(True, True):
+        parts = (key,) if isinstance(key, str) else key
+        name = tuple(f"_index_{part}" if part.isdigit() else part for part in parts)
+        assert same(data[:][name].numpy(), rows[key]), key
     assert data.episode_table["source_seed"].tolist() == list(range(2, 8))
-    assert data.episode_table["length"].tolist() == nested.episodes.lengths.tolist()
-    again = MinariExperienceReplay("arm/nested-v0", 4, source=file, root=tmp_path / "root")
-    same_rows(rows, again[:], names=renamed)
-    to_minari(data, "arm/nested-v1", env=Nested())
-    first, second = (minari.load_dataset(f"arm/nested-v{n}") for n in (0, 1))
+    to_minari(data, "single-v1", env=Nested())
+    first, second = (minari.load_dataset(name) for name in ("arm/nested-v0", "single-v1"))
+    assert sorted(minari.list_local_datasets()) == ["arm/nested-v0", "single-v1"]
+    assert minari.namespace.list_local_namespaces() == ["arm"]
     for one, other in zip(first.iterate_episodes(), second.iterate_episodes(), strict=True):
         assert one.observations["image"].tobytes() == other.observations["image"].tobytes()
         assert one.observations["pair"][1].tobytes() == other.observations["pair"][1].tobytes()
         assert one.infos["count"].tobytes() == other.infos["count"].tobytes()
-    for found in (first, second):
-        seeds = [m["seed"] for m in found.storage.get_episode_metadata(range(6))]
-        assert seeds == list(range(2, 8))
+    seeds = [m["seed"] for m in second.storage.get_episode_metadata(range(6))]
+    assert seeds == list(range(2, 8))
+
+
+def compared(old: Path, new: Path, data: Any, again: Any, below: str = "") -> int:
+    """Compare files and what was converted from them; return the number of arrays below a name."""
+    for key in data[:].keys(True, True):
+        assert same(again[:][key].numpy(), data[:][key]), key
+    seen = []
+    with h5py.File(old) as first, h5py.File(new) as second:
+
+        def compare(name: str, node: Any) -> None:
+            if isinstance(node, h5py.Dataset) and name.startswith(below) and "info" not in name:
+                seen.append(name)
+                assert second[name].dtype == node.dtype
+                assert second[name][()].tobytes() == node[()].tobytes()
+
+        first.visititems(compare)
+    return len(seen)
 
 
 def test_a_sample_of_minari_is_the_same_after_a_round_trip(datasets, tmp_path):
     path = shared("minari_generated/cartpole/random-v0/data/main_data.hdf5")
-    data = convert(path, MINARI, tmp_path / "converted")
+    data = convert(path, MINARI, tmp_path / "a")
     to_minari(data, "cartpole/again-v0", env="CartPole-v1")
-    with (
-        h5py.File(path) as old,
-        h5py.File(datasets / "cartpole/again-v0/data/main_data.hdf5") as new,
-    ):
-        count = 0
-        for name, episode in old.items():
-            for key in ("observations", "actions", "rewards", "terminations", "truncations"):
-                assert new[name][key].dtype == episode[key].dtype
-                assert new[name][key][()].tobytes() == episode[key][()].tobytes()
-                count += 1
-        assert count == 25
-    again = convert(datasets / "cartpole/again-v0", MINARI, tmp_path / "again")
-    same_rows(data[:], again[:])
+    new = datasets / "cartpole/again-v0"
+    again = convert(new, MINARI, tmp_path / "c")
+    assert compared(path, new / "data/main_data.hdf5", data, again) == 25
+    padded = MinariExperienceReplay("a/b-v0", 2, source=path, root=tmp_path, split_trajs=True)
+    refuses(SchemaError, r"one value per row for d3rlpy.*split_trajs", to_d3rlpy, padded)
 
 
-def test_minari_lists_the_data_set_in_its_namespace(cartpole, datasets):
-    to_minari(cartpole, "toys/cartpole/random-v1", env="CartPole-v1")
-    to_minari(cartpole, "single-v0", env=gymnasium.spec("CartPole-v1"))
-    assert sorted(minari.list_local_datasets()) == ["single-v0", "toys/cartpole/random-v1"]
-    assert sorted(minari.namespace.list_local_namespaces()) == ["toys", "toys/cartpole"]
-    recovered = minari.load_dataset("single-v0").recover_environment()
-    assert recovered.spec.id == "CartPole-v1"
-    recovered.close()
+def test_a_sample_of_robomimic_is_the_same_after_a_round_trip(tmp_path):
+    path = shared("robomimic/robomimic_ph_lift_low_dim.hdf5")
+    with pytest.warns(UserWarning, match="the split"):
+        data = convert(path, ROBOMIMIC, tmp_path / "a")
+    filters = {"train": [1], "valid": [0]}
+    new = to_robomimic(data, tmp_path / "b.hdf5", filters=filters)
+    again = convert(new, ROBOMIMIC, tmp_path / "c")
+    assert compared(path, new, data, again, "data/") == 52
+    assert again.published.manifest.report["splits"] == filters
 
 
 def test_an_episode_without_a_flag_at_its_end_is_truncated_there(datasets):
@@ -222,7 +218,10 @@ def test_an_episode_without_a_flag_at_its_end_is_truncated_there(datasets):
 
 
 def test_existing_minari_data_is_kept_or_replaced_whole(cartpole, nested, datasets):
-    to_minari(cartpole, "a/b-v0", env="CartPole-v1")
+    to_minari(cartpole, "a/b-v0", env=gymnasium.spec("CartPole-v1"))
+    recovered = minari.load_dataset("a/b-v0").recover_environment()
+    assert recovered.spec.id == "CartPole-v1"
+    recovered.close()
     with pytest.raises(FileExistsError, match=r"b-v0 exists; pass overwrite=True"):
         to_minari(nested, "a/b-v0", env=Nested())
     assert minari.load_dataset("a/b-v0").total_steps == len(cartpole)
@@ -240,13 +239,6 @@ def test_existing_minari_data_is_kept_or_replaced_whole(cartpole, nested, datase
     ]
 
 
-@pytest.mark.parametrize("dataset_id", ["noversion", "a/b", "/a-v0", "a/../b-v0", "a b-v0", "", 3])
-def test_ids_of_another_form_are_refused(cartpole, dataset_id, datasets):
-    with pytest.raises(ValueError, match="expected dataset_id as"):
-        to_minari(cartpole, dataset_id, env="CartPole-v1")
-    assert not datasets.exists()
-
-
 def test_spaces_that_do_not_fit_are_refused_by_key(cartpole, nested, datasets):
     box = spaces.Box(-9, 9, (3,))
     with pytest.raises(ValueError, match="expected env=, or both"):
@@ -258,10 +250,10 @@ def test_spaces_that_do_not_fit_are_refused_by_key(cartpole, nested, datasets):
     with pytest.raises(KeyError, match=r"'observation', 'depth'"):
         to_minari(nested, "a-v0", env=Nested(), observation_space=spaces.Dict({"depth": box}))
     refuses(TypeError, "expected env as an id", to_minari, cartpole, "a-v0", env=3)
+    for dataset_id in ("noversion", "a/b", "/a-v0", "a/../b-v0", "a b-v0", "", 3):
+        text = "expected dataset_id as"
+        refuses(ValueError, text, to_minari, cartpole, dataset_id, env="CartPole-v1")
     assert not datasets.exists()
-
-
-# -- d3rlpy ---------------------------------------------------------------------------------------
 
 
 def test_d3rlpy_has_the_same_bits(cartpole):
@@ -275,25 +267,18 @@ def test_d3rlpy_has_the_same_bits(cartpole):
         assert same(stored.rewards, rows["next", "reward"])
         assert stored.terminated == rows["next", "terminated"][-1].item()
         timeouts += not stored.terminated
-    assert 0 < timeouts < 8
-    # d3rlpy has no next observation for the last row of an episode that did not terminate.
-    assert found.transition_count == len(cartpole) - timeouts
-    info = found.dataset_info
-    assert (info.action_space.name, info.action_size) == ("DISCRETE", 2)
-    batch = found.sample_transition_batch(64)
-    assert batch.observations.shape == (64, 4)
-
-
-def test_transitions_of_d3rlpy_are_the_rows(cartpole):
-    found = to_d3rlpy(cartpole)
-    for episode, stored in zip(cartpole.episodes, found.episodes, strict=True):
-        rows = episode.rows()
         for t in range(stored.transition_count):
             one = found.transition_picker(stored, t)
             assert same(one.observation, rows[t]["observation"])
             assert one.terminal == rows[t]["next", "terminated"].item()
             if not one.terminal:
                 assert same(one.next_observation, rows[t]["next", "observation"])
+    assert 0 < timeouts < 8
+    # d3rlpy has no next observation for the last row of an episode that did not terminate.
+    assert found.transition_count == len(cartpole) - timeouts
+    info = found.dataset_info
+    assert (info.action_space.name, info.action_size) == ("DISCRETE", 2)
+    assert found.sample_transition_batch(64).observations.shape == (64, 4)
 
 
 def test_continuous_actions_and_nested_observations_of_d3rlpy(tmp_path):
@@ -319,37 +304,6 @@ def test_continuous_actions_and_nested_observations_of_d3rlpy(tmp_path):
     assert not episode.terminated
 
 
-def test_nested_actions_are_refused_by_d3rlpy_and_robomimic(nested, tmp_path):
-    for call in (lambda: to_d3rlpy(nested), lambda: to_robomimic(nested, tmp_path / "a.hdf5")):
-        refuses(SchemaError, r"key 'action': expected one array .*'move'", call)
-    assert not list(tmp_path.glob("*a.hdf5*"))
-
-
-# -- robomimic ------------------------------------------------------------------------------------
-
-
-def test_a_sample_of_robomimic_is_the_same_after_a_round_trip(tmp_path):
-    path = shared("robomimic/robomimic_ph_lift_low_dim.hdf5")
-    with pytest.warns(UserWarning, match="the split"):
-        data = convert(path, ROBOMIMIC, tmp_path / "a")
-    new = to_robomimic(data, tmp_path / "b.hdf5", filters={"train": [1], "valid": [0]})
-    again = convert(new, ROBOMIMIC, tmp_path / "c")
-    same_rows(data[:], again[:])
-    assert again.published.manifest.report["splits"] == {"train": [1], "valid": [0]}
-    seen = []
-
-    with h5py.File(path) as old, h5py.File(new) as file:
-
-        def compare(name: str, node: Any) -> None:
-            if isinstance(node, h5py.Dataset) and name.startswith("data/"):
-                seen.append(name)
-                assert file[name].dtype == node.dtype
-                assert file[name][()].tobytes() == node[()].tobytes()
-
-        old.visititems(compare)
-    assert len(seen) == 52
-
-
 def test_the_layout_is_that_of_robomimic(cartpole, tmp_path):
     args = {"env_name": "CartPole-v1", "type": 2, "env_kwargs": {}}
     filters = {"train": [0, 1, 2, 3, 4, 5], "valid": [6, 7]}
@@ -372,19 +326,6 @@ def test_the_layout_is_that_of_robomimic(cartpole, tmp_path):
             assert demo["dones"][()].tolist() == rows["next", "terminated"][:, 0].tolist()
 
 
-def test_replaykit_reads_a_robomimic_export(cartpole, tmp_path):
-    path = to_robomimic(cartpole, tmp_path / "a.hdf5", filters={"train": [1, 2]})
-    data = convert(path, ROBOMIMIC, tmp_path / "a")
-    rows = cartpole[:]
-    for key in ("observation", ("next", "observation")):
-        found = (key, "flat") if isinstance(key, str) else (*key, "flat")
-        assert same(data[:][found].numpy(), rows[key])
-    for key in ("action", ("next", "reward"), ("next", "terminated"), ("next", "done"), "episode"):
-        assert same(data[:][key].numpy(), rows[key])
-    part = RobomimicExperienceReplay("my/cartpole", 4, source=path, root=tmp_path, split="train")
-    assert len(part) == int(cartpole.episodes.lengths[1:3].sum())
-
-
 def test_deeper_parts_get_joined_names_without_collisions(tmp_path):
     def rows(**parts: Any) -> ReplayBuffer[Any, Any, Any, Any]:
         rb = ReplayBuffer(storage=LazyTensorStorage(10))
@@ -404,16 +345,13 @@ def test_deeper_parts_get_joined_names_without_collisions(tmp_path):
     assert files_below(tmp_path) == ["a.hdf5"]
 
 
-# -- wrong data -----------------------------------------------------------------------------------
-
-
-def exports(tmp_path: Path) -> list[Any]:
+def export(name: str, tmp_path: Path) -> Any:
     box = spaces.Box(-9, 9, (2,))
-    return [
-        lambda data: to_minari(data, "a-v0", observation_space=box, action_space=box),
-        lambda data: to_d3rlpy(data),
-        lambda data: to_robomimic(data, tmp_path / "a.hdf5"),
-    ]
+    return {
+        "minari": lambda data: to_minari(data, "a-v0", observation_space=box, action_space=box),
+        "d3rlpy": to_d3rlpy,
+        "robomimic": lambda data: to_robomimic(data, tmp_path / "a.hdf5"),
+    }[name]
 
 
 def good_rows() -> TensorDict:
@@ -422,41 +360,37 @@ def good_rows() -> TensorDict:
     return transition(x[:-1], x[:-1], torch.ones(3), x[1:], end, ~end & end, batch_size=3)
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_missing_keys_are_named(which, tmp_path, datasets):
-    call = exports(tmp_path)[which]
-    for key in (
-        "observation",
-        "action",
-        ("next", "reward"),
-        ("next", "observation"),
-    ):
+@pytest.mark.parametrize("name", ["minari", "d3rlpy", "robomimic"])
+def test_data_that_no_format_keeps_is_refused(name, nested, tmp_path, datasets):
+    before, call = files_below(tmp_path), export(name, tmp_path)
+
+    def stored(rows: TensorDict) -> ReplayBuffer[Any, Any, Any, Any]:
         rb = ReplayBuffer(storage=LazyTensorStorage(10))
-        rb.extend(good_rows().exclude(key))
-        shown = repr(key).replace("(", r"\(").replace(")", r"\)")
-        refuses(KeyError, f"key {shown}: expected such a column", call, rb)
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(good_rows().exclude(("next", "terminated"), ("next", "truncated"), ("next", "done")))
-    refuses(KeyError, "'next', 'terminated'", call, rb)
-    assert not datasets.exists()
-    assert not files_below(tmp_path)
+        rb.extend(rows)
+        return rb
 
-
-@pytest.mark.parametrize("which", range(3))
-def test_data_without_episodes_is_refused(which, tmp_path, datasets):
-    call = exports(tmp_path)[which]
+    flags = [("next", flag) for flag in ("terminated", "truncated", "done")]
+    for missing, key in (
+        (["observation"], "'observation'"),
+        (["action"], "'action'"),
+        ([("next", "reward")], r"\('next', 'reward'\)"),
+        ([("next", "observation")], r"\('next', 'observation'\)"),
+        (flags, r"\('next', 'terminated'\)"),
+    ):
+        rb = stored(good_rows().exclude(*missing))
+        refuses(KeyError, f"key {key}: expected such a column", call, rb)
     refuses(ValueError, "at least one episode", call, ReplayBuffer(storage=LazyTensorStorage(10)))
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend([1, 2])
     refuses(RuntimeError, "where episodes end", call, rb)
     refuses(TypeError, "expected data as a ReplayBuffer", call, good_rows())
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rows = good_rows()
     rows["next", "reward"] = torch.ones(3, 2)
-    rb.extend(rows)
-    refuses(SchemaError, r"'next', 'reward'\): expected one value per row", call, rb)
+    refuses(SchemaError, r"'next', 'reward'\): expected one value per row", call, stored(rows))
+    if name != "minari":
+        refuses(SchemaError, r"key 'action': expected one array .*'move'", call, nested)
     assert not datasets.exists()
-    assert not files_below(tmp_path)
+    assert files_below(tmp_path) == before
 
 
 def test_nan_is_kept_and_equals_itself(tmp_path):
@@ -466,20 +400,38 @@ def test_nan_is_kept_and_equals_itself(tmp_path):
     rb.extend(rows)
     (episode,) = to_d3rlpy(rb).episodes
     assert same(episode.observations, rows["observation"])
-    found = exports(tmp_path)[0](rb)[0]
+    found = export("minari", tmp_path)(rb)[0]
     assert same(found.observations[1:], rows["next", "observation"])
 
 
-@pytest.mark.parametrize("which", range(2))
-def test_observations_that_do_not_follow_are_named(which, tmp_path, datasets):
+@pytest.mark.parametrize("name", ["minari", "d3rlpy"])
+def test_observations_that_do_not_follow_are_named(name, tmp_path, datasets):
     rows = good_rows()
     rows["next", "observation"][1, 0] = -0.0
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(torch.cat([good_rows(), rows]))
     with pytest.raises(ValueError, match=r"'next', 'observation'\): in episode 1.*row 1 .*row 2"):
-        exports(tmp_path)[which](rb)
+        export(name, tmp_path)(rb)
     assert not files_below(tmp_path)
     assert not list(datasets.glob("*"))
+
+
+def test_a_part_of_a_data_set_is_exported_alone(cartpole, tmp_path):
+    path = to_robomimic(cartpole, tmp_path / "a.hdf5", filters={"train": [1, 4]})
+    whole = convert(path, ROBOMIMIC, tmp_path / "a")
+    part = CorpusExperienceReplay(whole.published, episodes=[1, 4])
+    found = to_d3rlpy(part)
+    assert [len(e) for e in found.episodes] == part.episodes.lengths.tolist()
+    assert [len(e) for e in found.episodes] == cartpole.episodes.lengths[[1, 4]].tolist()
+    part = RobomimicExperienceReplay("my/set", 4, source=path, root=tmp_path, split="train")
+    assert part.episodes.lengths.tolist() == cartpole.episodes.lengths[[1, 4]].tolist()
+
+
+@pytest.mark.parametrize("library", ["minari", "d3rlpy"])
+def test_missing_libraries_are_named(library, cartpole, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, library, None)
+    call = export(library, tmp_path)
+    refuses(ImportError, rf"pip install 'replaykit\[{library}\]'", call, cartpole)
 
 
 def test_done_alone_shows_terminations(tmp_path):
@@ -488,25 +440,3 @@ def test_done_alone_shows_terminations(tmp_path):
     assert to_d3rlpy(rb).episodes[0].terminated
     with h5py.File(to_robomimic(rb, tmp_path / "a.hdf5")) as file:
         assert file["data/demo_0/dones"][()].tolist() == [0, 0, 1]
-
-
-def test_padded_episodes_are_refused(tmp_path):
-    path = shared("minari_generated/cartpole/random-v0/data/main_data.hdf5")
-    data = MinariExperienceReplay("a/b-v0", 2, source=path, root=tmp_path, split_trajs=True)
-    refuses(SchemaError, r"one value per row for d3rlpy.*split_trajs", to_d3rlpy, data)
-
-
-def test_a_part_of_a_data_set_is_exported_alone(cartpole, tmp_path):
-    path = to_robomimic(cartpole, tmp_path / "a.hdf5")
-    whole = convert(path, ROBOMIMIC, tmp_path / "a")
-    part = CorpusExperienceReplay(whole.published, episodes=[1, 4])
-    found = to_d3rlpy(part)
-    assert [len(e) for e in found.episodes] == part.episodes.lengths.tolist()
-    assert [len(e) for e in found.episodes] == cartpole.episodes.lengths[[1, 4]].tolist()
-
-
-@pytest.mark.parametrize("library", ["minari", "d3rlpy"])
-def test_missing_libraries_are_named(library, cartpole, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, library, None)
-    call = exports(tmp_path)[["minari", "d3rlpy"].index(library)]
-    refuses(ImportError, rf"pip install 'replaykit\[{library}\]'", call, cartpole)

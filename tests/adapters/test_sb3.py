@@ -109,9 +109,6 @@ def both(one: Any, other: Any, rows: int, seed: int, env: Any = None) -> tuple[A
     return first, other.sample(rows, env=env)
 
 
-# -- batches --------------------------------------------------------------------------------------
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dedup", [False, True], ids=["dense", "dedup"])
 @pytest.mark.parametrize("envs", [1, 3])
@@ -169,7 +166,6 @@ def test_n_step_batches_of_dicts_equal_the_transform_of_the_package() -> None:
     found = SB3ReplayBuffer(30, space, BOX, device="cpu", n_envs=2, n_steps=3, gamma=0.5)
     for step in rollout(space, BOX, 2, 25, 0):
         found.add(*step)
-    batch = found.sample(64)
     plain = type(found.rb)(storage=found.rb.storage, transform=NStep(3, 0.5))
     np.random.seed(4)  # noqa: NPY002
     batch = found.sample(64)
@@ -231,9 +227,6 @@ def test_reset_and_extend() -> None:
         buffer.extend(*zip(*steps[3:9], strict=True))
         assert (buffer.pos, buffer.full, buffer.size()) == (6, False, 6)
     assert_equal(*both(found, expected, 32, 1))
-
-
-# -- training -------------------------------------------------------------------------------------
 
 
 class Curve(BaseCallback):
@@ -309,9 +302,6 @@ def test_a_second_learn_ends_the_open_episode() -> None:
     assert buffer.rb.episodes[-2].reason.name == "CUT"
     newest = buffer._get_samples(np.array([40 - lengths[-1]]))
     assert newest.rewards.item() == lengths[-1]
-
-
-# -- hindsight ------------------------------------------------------------------------------------
 
 
 class Point(gymnasium.Env[Any, Any]):
@@ -408,9 +398,6 @@ def test_hindsight_draws_only_ended_episodes() -> None:
     assert sorted(set(drawn.tolist())) == [-3, -2, -1, 0]
     buffer.truncate_last_trajectory()
     assert buffer._ended_rows()._until[-1] == 9
-
-
-# -- frames and memory ----------------------------------------------------------------------------
 
 
 class Pixels(gymnasium.Env[Any, Any]):
@@ -534,9 +521,6 @@ def test_observations_that_are_no_stacks_are_refused() -> None:
     assert buffer.size() == 0
 
 
-# -- priorities -----------------------------------------------------------------------------------
-
-
 class PrioritizedDQN(DQN):
     """DQN with importance weights, as on the page ``docs/coming_from/stable_baselines3.md``."""
 
@@ -617,9 +601,6 @@ def test_rows_are_drawn_by_priority() -> None:
         buffer.add(*step)
     buffer.update_priority(batch, torch.zeros(2000, 1))
     assert set((buffer.sample(200).indices).tolist()) == {0, 1, 2, 3}
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 KILLED = """
@@ -753,9 +734,6 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
     refuses(RuntimeError, r"call set_env\(env\)", model.replay_buffer.sample, 9)
 
 
-# -- arguments ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -776,10 +754,9 @@ def test_wrong_arguments_are_refused(kwargs: dict[str, Any], message: str) -> No
 
 def test_prioritized_exponents_have_defaults() -> None:
     given = OBSERVATIONS["vector"], BOX
-    sampler: Any = SB3ReplayBuffer(8, *given, prioritized=True).rb.sampler
-    assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
-    sampler = SB3ReplayBuffer(8, *given, prioritized=True, alpha=0.0, beta=1.0).rb.sampler
-    assert (sampler.alpha, sampler.beta) == (0.0, 1.0)
+    for options, expected in (({}, (0.6, 0.4)), ({"alpha": 0.0, "beta": 1.0}, (0.0, 1.0))):
+        sampler: Any = SB3ReplayBuffer(8, *given, prioritized=True, **options).rb.sampler
+        assert (sampler.alpha, sampler.beta) == expected
 
 
 def test_hindsight_arguments_are_checked() -> None:

@@ -85,9 +85,6 @@ def same(found: Any, wanted: np.ndarray[Any, Any]) -> bool:
     )  # fmt: skip
 
 
-# -- LeRobot --------------------------------------------------------------------------------------
-
-
 def read_parquet(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Read all data files as lists of Python, and return arrays of their dtypes."""
     info = json.loads((folder / "meta/info.json").read_text())
@@ -193,9 +190,6 @@ def test_videos_of_lerobot_are_lossy_and_in_time(rb, tmp_path):
         assert near.abs().max() < 12  # frames are 40 levels apart, so none is another one
 
 
-# -- Zarr -----------------------------------------------------------------------------------------
-
-
 def arrays(store: Any) -> dict[str, Any]:
     members = zarr.open_group(store, mode="r")["data"].members(max_depth=None)
     return {name: each for name, each in members if isinstance(each, zarr.Array)}
@@ -223,19 +217,12 @@ def test_rows_in_many_chunks_are_written_once(rb, tmp_path, monkeypatch):
     assert same(group["data/state"][:], rb[:]["observation", "state"].numpy())
 
 
-# -- both -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("form", "layout"), [("lerobot", LEROBOT), ("zarr", ZARR)])
 def test_round_trips_keep_every_item(form, layout, rb, tmp_path):
     """Export, convert, export again: both sets of files have the same values."""
     options = {"task": ["pull", "push", "pull"]} if form == "lerobot" else {}
     first = CALLS[form](rb, tmp_path / "a", **options)
     data = convert(first, layout, tmp_path / "b")
-    assert data.episodes.lengths.tolist() == list(LENGTHS)
-    found, wanted = data[:], expected(rb)
-    for key, values in wanted.items():
-        assert found[key].numpy().reshape(values.shape).tobytes() == values.tobytes(), key
     again = CALLS[form](data, tmp_path / "c")
     if form == "lerobot":
         one, two = read_parquet(first), read_parquet(again)

@@ -21,6 +21,7 @@ from replaykit import (
     TrajectoryWriter,
 )
 from tests.feeds.trajectories import files_in, rows_of
+from tests.support.refusals import refuses
 
 KEYS = ["step", ("next", "reward")]
 
@@ -114,9 +115,7 @@ def test_wrong_keys_are_named(tmp_path: Path) -> None:
         storage=LazyTensorStorage(9), transform=PreviousStep(["x"], stored=True), batch_size=1
     )
     rb.extend(TensorDict({"x": torch.arange(2)}, [2]))
-    with pytest.raises(KeyError, match="stored=True expected the column of 'x'"):
-        rb.sample()
+    refuses(KeyError, "stored=True expected the column of 'x'", rb.sample)
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=StepCount(stored=True), batch_size=1)
     rb.extend(TensorDict({"x": torch.arange(2)}, [2]))
-    with pytest.raises(KeyError, match="stored=True expected the column"):
-        rb.sample()
+    refuses(KeyError, "stored=True expected the column", rb.sample)

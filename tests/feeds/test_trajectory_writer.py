@@ -151,8 +151,7 @@ def test_flush_and_close_write_complete_chunks(tmp_path: Path) -> None:
 @pytest.mark.acceptance("F25", "F36")
 def test_wrong_arguments_are_refused(tmp_path: Path, arguments: Any, message: str) -> None:
     refuses(ValueError, message, TrajectoryWriter, tmp_path, **arguments)
-    with pytest.raises(TypeError, match=r"expected a torch\.Generator"):
-        TrajectoryWriter(tmp_path, generator=3)  # type: ignore[arg-type]
+    refuses(TypeError, r"expected a torch\.Generator", TrajectoryWriter, tmp_path, generator=3)
 
 
 def test_rows_that_do_not_fit_change_nothing(
@@ -160,8 +159,7 @@ def test_rows_that_do_not_fit_change_nothing(
 ) -> None:
     writer = TrajectoryWriter(tmp_path, lanes=2)
     rows = torch.stack([rows_of(lane, 0, 4, [3]) for lane in range(2)], 1)
-    with pytest.raises(TypeError, match="rows as a TensorDict, got dict"):
-        writer.extend({"step": torch.arange(3)})  # type: ignore[arg-type]
+    refuses(TypeError, "rows as a TensorDict, got dict", writer.extend, {"step": torch.arange(3)})
     writer.extend(rows[:2])
     refuses(SchemaError, "key 'step': expected int64", writer.extend, rows[2:].exclude("step"))
     refuses(ValueError, "expected 2 lanes, got 1", writer.extend, rows[2:, :1])

@@ -78,22 +78,6 @@ def test_tensor_of_the_target_dtype_is_returned_unchanged(data: TensorDict) -> N
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: Cast("float32", ["a"]), TypeError, "dtype: expected a torch dtype, got 'float32'"),
-        (lambda: Cast(torch.bool, ["a"]), ValueError, "expected numbers, got torch.bool"),
-        (lambda: Cast(torch.int64, []), ValueError, "at least one key"),
-        (lambda: Cast(torch.int64, "action"), TypeError, "expected a list of keys, got 'action'"),
-        (lambda: Cast(torch.int64, [3]), TypeError, "expected a key"),
-        (lambda: Cast(torch.int64, ["done"]), ValueError, "'done' is a flag"),
-        (lambda: Cast(torch.int64, [("next", "truncated")]), ValueError, "is a flag"),
-    ],
-)
-def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
-    refuses(error, message, make)
-
-
-@pytest.mark.parametrize(
     ("transform", "error", "message"),
     [
         (Cast(torch.int64, ["zoo"]), KeyError, "no key 'zoo'; there are"),
@@ -108,9 +92,3 @@ def test_invalid_casts_are_refused(
     refuses(error, message, transform, data)
     assert fingerprint(data) == before
     refuses(TypeError, "expected a TensorDict, got Tensor", transform, torch.zeros(2))
-
-
-def test_cast_has_repr_and_stage() -> None:
-    cast = Cast(torch.float32, ["a", ("b", "c")], with_next=True)
-    assert repr(cast) == "Cast(float32, ['a', ('b', 'c')], with_next=True)"
-    assert cast.stage == "value"

@@ -345,28 +345,6 @@ def test_check_compares_rewards_with_stored_ones() -> None:
     buffer_of(HindsightGoal(1.0, check="error"), ends).sample()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"p": 1.5}, ValueError, r"p: expected a number in \[0, 1\], got 1.5"),
-        ({"p": float("nan")}, ValueError, "p: "),
-        ({"p": "half"}, TypeError, "p: "),
-        ({"strategy": "past"}, ValueError, "strategy: expected one of 'future'.*'past'"),
-        ({"scope": "batch"}, ValueError, "scope: "),
-        ({"check": "always"}, ValueError, "check: "),
-        ({"reward_fn": 3}, TypeError, "reward_fn: "),
-        ({"terminated_fn": 3}, TypeError, "terminated_fn: "),
-        ({"goal": ("next", "goal")}, ValueError, "goal: .*outside of 'next'"),
-        ({"achieved": 3}, TypeError, "expected a key"),
-        ({"achieved": "desired_goal"}, ValueError, "different keys"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    refuses(error, text, HindsightGoal, **arguments)
-
-
 @pytest.mark.acceptance("F17")
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),

@@ -55,21 +55,6 @@ def test_padding_keeps_its_values() -> None:
     assert out[1, 2, 0, 0] == torch.tensor(129.0) / 255 * 2 - 1
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ImageScale(1, -1), ValueError, "min below max, got min 1.0 and max -1.0"),
-        (lambda: ImageScale(0, float("inf")), ValueError, "max: expected a finite number"),
-        (lambda: ImageScale("a", 1), TypeError, "min: expected a number"),
-        (lambda: ImageScale(keys="pixels"), TypeError, "expected a list of keys, got 'pixels'"),
-        (lambda: ImageScale(keys=[]), ValueError, "at least one key"),
-        (lambda: ImageScale(keys=[2]), TypeError, "expected a key"),
-    ],
-)
-def test_arguments_are_checked_at_once(make: Any, error: type[Exception], message: str) -> None:
-    refuses(error, message, make)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_other_dtypes_than_uint8_are_refused_on_read(dtype: torch.dtype) -> None:
     """S16."""
@@ -106,12 +91,6 @@ def test_bytes_are_stored_whichever_form_is_written(storage_kind: Any) -> None:
     assert torch.equal(stored, torch.cat([EVERY_BYTE, EVERY_BYTE]))
     scaled = scale(images().to(storage_kind.device))["observation"]  # devices round differently
     assert torch.equal(rb[:]["observation"][4:].cpu(), scaled.cpu())
-
-
-def test_image_scale_has_repr_and_stage() -> None:
-    assert repr(ImageScale()) == "ImageScale(-1, 1)"
-    assert repr(ImageScale(0, 1, [("a", "b")])) == "ImageScale(0, 1, [('a', 'b')])"
-    assert ImageScale().stage == "value"
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -63,24 +63,6 @@ def test_excluded_keys_go_and_selected_ones_stay(
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RenameTransform(["a", "b"], ["c"]), "expected 2 new names, got 1"),
-        (lambda: CatTensors([], "out"), "at least one key to join"),
-        (lambda: ExcludeTransform(3), "expected a key"),
-        (lambda: SelectTransform(["a"]), "expected a key"),
-        (lambda: RenameTransform([None], ["a"]), "expected a key"),
-        (lambda: CatTensors(["a"], 3), "expected a key"),
-        (lambda: KeepRaw([]), "list"),
-        (lambda: KeepRaw("reward"), "list"),
-        (lambda: Compose(order="any"), "order"),
-    ],
-)
-def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
-    refuses((ValueError, TypeError), message, make)
-
-
-@pytest.mark.parametrize(
     ("in_keys", "out_keys", "moved"),
     [
         (["a"], ["z"], {"z": "a"}),

@@ -27,6 +27,7 @@ from replaykit import (
     Windows,
 )
 from replaykit.errors import SchemaError
+from tests.support.refusals import refuses
 
 SIZES = [1, 4, 1, 30, 7]
 
@@ -160,8 +161,7 @@ def test_statistics_of_other_keys_or_kinds_are_refused(kind: str) -> None:
     other = RunningNorm(["x", ("next", "reward")], kind, size=5)
     other.load_state_dict({**state, "frozen": True})
     assert other.frozen
-    with pytest.raises(ValueError, match="of 1 keys"):
-        RunningNorm(["x"], kind).load_state_dict(state)
+    refuses(ValueError, "of 1 keys", RunningNorm(["x"], kind).load_state_dict, state)
     wrong = "running" if kind == "window" else "window"
     with pytest.raises(ValueError, match="of 2 keys and the kind"):
         RunningNorm(["x", "y"], wrong).load_state_dict(state)
@@ -189,8 +189,7 @@ def test_statistics_are_kept_apart_from_copies() -> None:
     assert [one.moments("x").mean[0].item() for one in (norm, other)] == [1, 0.5]  # type: ignore[union-attr]
     rb = buffer(RunningNorm(["x"]))
     rb.transform[0].load_state_dict(norm.state_dict())
-    with pytest.raises(ValueError, match=r"x.*: expected rows of the shape \[3\]"):
-        rb.extend(rows(np.ones((2, 4))))
+    refuses(ValueError, r"x.*: expected rows of the shape \[3\]", rb.extend, rows(np.ones((2, 4))))
     assert len(rb) == 0
     assert Compose(norm).spans_rows
     assert not Compose(RunningNorm(["x"], update_on="sample")).spans_rows
@@ -226,8 +225,7 @@ def test_invalid_batches_are_refused(data: Any, error: type[Exception]) -> None:
     for update_on in ("write", "sample"):
         with pytest.raises(error):
             RunningNorm(["x"], update_on=update_on)(data)
-    with pytest.raises(ValueError, match="not in list"):
-        RunningNorm(["x"]).moments("y")
+    refuses(ValueError, "not in list", RunningNorm(["x"]).moments, "y")
 
 
 REWARD = ("next", "reward")
@@ -315,10 +313,8 @@ def test_one_inverse_fits_all_normalizing_transforms() -> None:
     restored = Unnormalize(norm, ["x"])(norm(data))
     for key in ("x", ("next", "x")):
         torch.testing.assert_close(restored[key], data[key])
-    with pytest.raises(ValueError, match="expected keys of RunningNorm"):
-        Unnormalize(norm, ["y"])
-    with pytest.raises(TypeError, match="a Normalize or RunningNorm"):
-        Unnormalize(Compose(norm))  # type: ignore[arg-type]
+    refuses(ValueError, "expected keys of RunningNorm", Unnormalize, norm, ["y"])
+    refuses(TypeError, "a Normalize or RunningNorm", Unnormalize, Compose(norm))
 
 
 @pytest.mark.parametrize(
@@ -336,5 +332,4 @@ def test_one_inverse_fits_all_normalizing_transforms() -> None:
 def test_unusable_statistics_are_refused(
     statistics: Any, modes: Any, error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=text):
-        Normalize(statistics, modes)
+    refuses(error, text, Normalize, statistics, modes)

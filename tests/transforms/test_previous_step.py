@@ -14,7 +14,6 @@ from replaykit import (
     NStep,
     PreviousStep,
     ReplayBuffer,
-    StepCount,
 )
 from tests.support.refusals import refuses
 from tests.transforms.streams import Streams
@@ -91,26 +90,6 @@ def test_values_keep_dtype_and_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"keys": "action"}, TypeError, "a list of keys"),
-        ({"keys": [3]}, TypeError, "expected a key"),
-        ({"keys": []}, ValueError, "at least one"),
-        ({"keys": ["reward", ("next", "reward")]}, ValueError, "differ in more than 'next'"),
-        ({"init": "x"}, TypeError, "init"),
-        ({"init": float("inf")}, ValueError, "init"),
-        ({"num_actions": 4}, ValueError, "concat"),
-        ({"concat": True, "num_actions": 0}, ValueError, "num_actions"),
-    ],
-)
-def test_invalid_arguments_are_refused_at_construction(
-    arguments: Any, error: Any, words: str
-) -> None:
-    refuses(error, words, PreviousStep, **arguments)
-    refuses(TypeError, "expected a key", StepCount, 3)
-
-
-@pytest.mark.parametrize(
     ("transform", "error", "words"),
     [
         (PreviousStep(["velocity"]), KeyError, "velocity"),
@@ -131,10 +110,3 @@ def test_n_step_must_precede_previous_step() -> None:
     own = Streams(Compose(PreviousStep(), NStep(2, 0.9)))
     own.extend([[0]] * 3)
     refuses(ValueError, "before PreviousStep", own.buffer.sample)
-
-
-def test_repr_shows_arguments() -> None:
-    assert repr(PreviousStep()) == "PreviousStep(['action', ('next', 'reward')])"
-    shown = repr(PreviousStep(["action"], 2, True, 3))
-    assert shown == "PreviousStep(['action'], init=2, concat=True, num_actions=3)"
-    assert repr(StepCount()) == "StepCount('step_count')"

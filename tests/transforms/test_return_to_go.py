@@ -324,28 +324,6 @@ def test_one_transform_for_several_buffers_and_copies_of_it() -> None:
         assert returns_of(other) == [10.0, 4.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"gamma": 1.1}, ValueError, r"gamma: expected a number in \[0, 1\], got 1.1"),
-        ({"gamma": float("nan")}, ValueError, "gamma: "),
-        ({"gamma": "all"}, TypeError, "gamma: "),
-        ({"reward_clip": (1, -1)}, ValueError, "reward_clip: .*got 1.0 and -1.0"),
-        ({"reward_clip": 1}, TypeError, "reward_clip: "),
-        ({"default": None}, TypeError, "default: "),
-        ({"on_truncated": "never"}, ValueError, "on_truncated: .*'never'"),
-        ({"on_truncated": "bootstrap"}, ValueError, "expected value with"),
-        ({"value": "v"}, ValueError, "expected value with"),
-        ({"key": ("next", "reward")}, ValueError, "key: "),
-        ({"key": "return_valid"}, ValueError, "key: "),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    refuses(error, text, ReturnToGo, **{"gamma": 0.9, **arguments})
-
-
 def bootstrapping(value: Any) -> ReturnToGo:
     return ReturnToGo(0.9, on_truncated="bootstrap", value=value)
 

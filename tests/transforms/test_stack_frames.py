@@ -228,26 +228,6 @@ def test_leaves_of_a_batch_do_not_share_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((["x"], 0), ValueError, "expected k as an int of at least 1, got 0"),
-        (([], 2), ValueError, "at least one key"),
-        ((5, 2), TypeError, "a list of keys, got 5"),
-        (([5], 2), TypeError, "expected a key"),
-        (([("next", "x")], 2), ValueError, "outside of 'next'"),
-        ((["x", "x"], 2), ValueError, "'x' twice"),
-        ((["x"], 2, "0"), TypeError, "dim"),
-        ((["x"], 2, 0, "ones"), ValueError, "got 'ones'"),
-    ],
-)
-def test_invalid_arguments_are_refused_at_construction(
-    arguments: Any, error: Any, words: str
-) -> None:
-    pad = {"pad": arguments[3]} if len(arguments) > 3 else {}
-    refuses(error, words, StackFrames, *arguments[:3], **pad)
-
-
-@pytest.mark.parametrize(
     ("key", "dim", "new_dim", "error", "words"),
     [
         ("observation", 1, False, ValueError, r"in \[-1, 1\) for frames \[2\], got 1"),
@@ -281,9 +261,3 @@ def test_stream_refuses_invalid_frames_and_stays_unchanged() -> None:
     assert stream(frames(3, 4))["x"].tolist() == [[1, 3], [2, 4]]
     stream.reset()
     assert stream(frames(5, 6))["x"].tolist() == [[5, 5], [6, 6]]
-
-
-def test_repr_shows_arguments() -> None:
-    assert repr(StackFrames("x", 4)) == "StackFrames(['x'], 4)"
-    shown = repr(StackFrames(["x", ("a", "b")], 2, -1, "zero", True))
-    assert shown == "StackFrames(['x', ('a', 'b')], 2, dim=-1, pad='zero', new_dim=True)"

@@ -453,8 +453,7 @@ def test_invalid_function_results_are_refused(edit: Any, error: type[Exception],
 
 
 def test_invalid_arguments_and_orders_are_refused() -> None:
-    with pytest.raises(TypeError, match="fn: "):
-        TrajectoryTransform(3)  # type: ignore[arg-type]
+    refuses(TypeError, "fn: ", TrajectoryTransform, 3)
     edit = TrajectoryTransform(shortened(2))
     with pytest.raises(ValueError, match=r"TrajectoryTransform\(edit\) .* before HindsightGoal"):
         Compose(HindsightGoal(), edit)

@@ -267,27 +267,6 @@ def test_names_with_dots_are_resolved_if_they_are_unambiguous() -> None:
     assert not rb.sample(2)["a", "b.c"].any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (([("a", [0])],), TypeError, "a mapping of keys"),
-        (({},), ValueError, "at least one key"),
-        (({"a": []},), ValueError, "at least one offset"),
-        (({"a": 3},), TypeError, "a list of offsets"),
-        (({"a": [0.5]},), ValueError, "expected whole offsets, got 0.5"),
-        (({"a": [1 << 63]},), ValueError, "at most 4611686018427387904 steps"),
-        (({"a": [0]}, "frames"), ValueError, "seconds"),
-        (({"a": [0]}, "steps", 5), ValueError, "expected unit='seconds'"),
-        (({"a": [0]}, "seconds", 0), ValueError, "positive"),
-        (({"a": [0, 0.05]}, "seconds", 30), ValueError, "1/30 s, got 0.05 s, which is 1.5 steps"),
-        (({"a": [0]}, "steps", None, -1), ValueError, "pad_after"),
-    ],
-)  # fmt: skip
-def test_invalid_windows_are_refused(arguments: Any, error: Any, text: str) -> None:
-    given = dict(zip(("offsets", "unit", "fps", "pad_after"), arguments, strict=False))
-    refuses(error, text, Windows, **given)
-
-
 def test_a_storage_without_episodes_is_refused() -> None:
     rb = ReplayBuffer(storage=ListStorage(9), sample_unit=Windows({"task": [0]}))
     rb.extend(episodes())

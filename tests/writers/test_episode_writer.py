@@ -34,6 +34,7 @@ from replaykit.storages.episode_tags import EpisodeTags
 from replaykit.storages.ledger import Ledger
 from tests.samplers.chi_square import chi_square_p
 from tests.storages.sharing import another
+from tests.support.refusals import refuses
 
 
 def rows_of(key: int, n: int, *, end: str | None = "terminated") -> TensorDict:
@@ -77,8 +78,7 @@ def test_an_episode_leaves_before_the_next_one_is_written() -> None:
     assert sizes == [(4, False), (7, False), (10, False), (8, True), (9, True)]
     before = rb[:].clone()
     for wrong, text in ((rows_of(7, 11), "at most 10 rows"), (rows_of(4, 2), "is not stored")):
-        with pytest.raises(ValueError, match=text):
-            rb.extend(wrong)
+        refuses(ValueError, text, rb.extend, wrong)
     assert (rb[:] == before).all()
     assert stored(rb) == {4: 9}
     rb.empty()
@@ -243,8 +243,7 @@ def test_protected_episodes_stay(by: str) -> None:
         rb.extend(rows_of(key, 3))
     assert stored(rb) == {0: 4, 8: 3}
     before = rb[:].clone()
-    with pytest.raises(BufferFull, match="3 may be removed"):
-        rb.extend(rows_of(9, 6))
+    refuses(BufferFull, "3 may be removed", rb.extend, rows_of(9, 6))
     assert (rb[:] == before).all()
     assert stored(rb) == {0: 4, 8: 3}
     rb.empty(lane=[0, 8])
@@ -277,8 +276,7 @@ def test_a_smaller_buffer_takes_the_newest_whole_episodes(tmp_path: Path) -> Non
     held.tag(held.extend(rows_of(4, 2)), {"demo": True})
     held.tag(torch.tensor([5]), {"demo": True})
     held.dumps(tmp_path)
-    with pytest.raises(BufferFull, match="at most 9 rows, got 13"):
-        small.loads(tmp_path)
+    refuses(BufferFull, "at most 9 rows, got 13", small.loads, tmp_path)
     assert (small[:] == before).all()
 
 
@@ -294,8 +292,7 @@ def test_a_smaller_buffer_takes_the_newest_whole_episodes(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        EpisodeWriter(**options)
+    refuses(error, text, EpisodeWriter, **options)
 
 
 @pytest.mark.acceptance("F50")
@@ -316,10 +313,8 @@ def test_wrong_rows_and_storages_are_refused() -> None:
         (several, "at most 2 episodes"),
         (rows_of(1, 9), "a number for each of 1 episodes"),
     ):
-        with pytest.raises(ValueError, match=text):
-            rb.extend(rows)
-    with pytest.raises(SchemaError, match="'t'"):
-        rb.extend(rows_of(1, 1).exclude("t"))
+        refuses(ValueError, text, rb.extend, rows)
+    refuses(SchemaError, "'t'", rb.extend, rows_of(1, 1).exclude("t"))
     assert stored(rb) == {0: 4}
 
 
@@ -427,8 +422,7 @@ def test_tags_of_a_write_protect_its_episodes_and_name_each_row() -> None:
             rb.extend(rows_of(3, 2), tags=tags)
     assert (rb[:] == before).all()
     plain = ReplayBuffer(storage=LazyTensorStorage(9))
-    with pytest.raises(RuntimeError, match="TensorDicts"):
-        plain.extend(torch.arange(3), tags={"demo": True})
+    refuses(RuntimeError, "TensorDicts", plain.extend, torch.arange(3), tags={"demo": True})
     assert not len(plain)
 
 

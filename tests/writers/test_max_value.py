@@ -183,10 +183,8 @@ def test_nan_rank_is_refused_and_writes_nothing(snapshot: Any, name: str, positi
     message = rf"got NaN under \('next', 'reward'\) at row {position}"
     if name in ("list", "lazy_stack"):
         message = r"got NaN under \('next', 'reward'\)"
-    with pytest.raises(ValueError, match=message):
-        rb.extend(_rows(ranks))
-    with pytest.raises(ValueError, match="got NaN"):
-        rb.add(_rows(ranks)[position])
+    refuses(ValueError, message, rb.extend, _rows(ranks))
+    refuses(ValueError, "got NaN", rb.add, _rows(ranks)[position])
     assert snapshot(rb) == before
     # Nor does the writer remember the ranks that it saw.
     assert rb.extend(_rows([0.5, 0.4], 5)).tolist() == [3, -1]
@@ -201,8 +199,7 @@ def test_rows_without_a_rank_are_refused(snapshot: Any) -> None:
         with pytest.raises(KeyError):
             rb.add(TensorDict({"id": torch.tensor(0)}, []))
         if make is not LazyStackStorage:  # which refuses them itself
-            with pytest.raises(RuntimeError, match="takes TensorDicts, got"):
-                rb.extend(torch.zeros(3))
+            refuses(RuntimeError, "takes TensorDicts, got", rb.extend, torch.zeros(3))
         assert snapshot(rb) == before
 
 
@@ -253,8 +250,7 @@ def test_wrapped_rows_are_ranked() -> None:
         storage=TensorStorage(TensorDict({"x": torch.zeros(2)}, [2])),
         writer=TensorDictMaxValueWriter(),
     )
-    with pytest.raises(KeyError, match="the rank under"):
-        other.writer.state_dict()
+    refuses(KeyError, "the rank under", other.writer.state_dict)
 
 
 def test_empty_forgets_the_ranks() -> None:
@@ -318,8 +314,7 @@ def test_failed_write_leaves_no_rank_behind(monkeypatch: pytest.MonkeyPatch) -> 
     rb.extend(_rows([1, 2]))
     with monkeypatch.context() as patched:
         patched.setattr(rb.storage, "write", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-        with pytest.raises(OSError, match="disk"):
-            rb.extend(_rows([9, 9], 2))
+        refuses(OSError, "disk", rb.extend, _rows([9, 9], 2))
     assert rb.extend(_rows([1.5], 4)).tolist() == [0]
     assert _ids(rb) == [4, 1]
 
@@ -351,15 +346,13 @@ def test_invalid_state_is_refused(snapshot: Any, changes: dict[str, Any], messag
     rb = _buffer(3)
     rb.extend(_rows([1, 2]))
     before = snapshot(rb)
-    with pytest.raises(ValueError, match=message):
-        rb.writer.load_state_dict({**rb.writer.state_dict(), **changes})
+    refuses(ValueError, message, rb.writer.load_state_dict, {**rb.writer.state_dict(), **changes})
     assert snapshot(rb) == before
 
 
 def test_max_value_writer_is_not_passed_to_a_spawned_process() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print, args=(_buffer(2).writer,))
-    with pytest.raises(RuntimeError, match="cannot be handed to a spawned process"):
-        process.start()
+    refuses(RuntimeError, "cannot be handed to a spawned process", process.start)
 
 
 @pytest.mark.pitfall("SL3")
