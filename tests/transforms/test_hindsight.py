@@ -171,27 +171,6 @@ def test_goals_are_chosen_by_the_strategy(
 GOALS = ("desired_goal", ("next", "desired_goal"))
 
 
-def test_headless_episodes_and_those_of_lanes() -> None:
-    """Lanes: rows of other lanes of the same time never tell a goal."""
-    lanes = 3
-    parts = [rows_of([False] * 7 + [True] + [False] * 12, 1000 * lane) for lane in range(lanes)]
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(lanes * 16, ndim=2),
-        transform=HindsightGoal(1.0, "episode"),
-        batch_size=2000,
-        generator=torch.Generator().manual_seed(0),
-    )
-    rb.extend(torch.stack(parts))
-    batch = rb.sample()
-    told, row = told_by(batch), batch["row"]
-    assert (told // 1000 == row // 1000).all()
-    assert ((told % 1000 >= 8) == (row % 1000 >= 8)).all()
-    assert (told % 1000 >= 4).all()  # what is stored of the first episode
-    assert set(told.unique().tolist()) == {
-        1000 * lane + time for lane in range(lanes) for time in range(4, 20)
-    }
-
-
 def test_chosen_rows_are_spread_over_the_batch() -> None:
     """Not the first int(B * p) rows of it."""
     rb = buffer_of(HindsightGoal(0.25), ends_every(5, 100))
@@ -410,27 +389,30 @@ def test_steps_that_are_summed_have_the_new_goal(length: int, terminates: bool) 
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-def test_streams_that_are_interleaved_row_by_row(strategy: str) -> None:
-    """Goals come from rows of the same environment and episode, wherever they lie."""
-    rows = rows_of([False] * 60)
-    env = torch.arange(60) % 3
-    rows["env"] = env
-    rows["next", "done"] = ((torch.arange(60) // 3) % 5 == 4).unsqueeze(-1)
-    rows["next", "terminated"] = rows["next", "done"].clone()
+@pytest.mark.parametrize("layout", [{"ndim": 2}, {"lane_key": "env"}], ids=["lanes", "streams"])
+def test_goals_come_from_the_same_stream_and_episode(layout: Any, strategy: str) -> None:
+    """Wherever its rows lie, and also if the first rows of an episode are gone."""
+    rows = torch.stack([rows_of(ends_every(8, 20), 1000 * lane) for lane in range(3)])
+    rows["env"] = (rows["row"] // 1000).clone()
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(60, lane_key="env"),
+        storage=LazyTensorStorage(3 * 16, **layout),
         transform=HindsightGoal(1.0, strategy),
-        batch_size=500,
+        batch_size=2000,
+        generator=torch.Generator().manual_seed(0),
     )
-    rb.extend(rows)
+    rb.extend(rows if "ndim" in layout else rows.transpose(0, 1).reshape(60))
     batch = rb.sample()
     told, row = told_by(batch), batch["row"]
-    assert torch.equal(told % 3, row % 3)
-    assert torch.equal(told // 15, row // 15)
+    assert torch.equal(told // 1000, row // 1000)
+    told, row = told % 1000, row % 1000
+    assert torch.equal(told // 8, row // 8)
+    assert (told >= 4).all()  # what is stored of the first episode
     if strategy == "future":
         assert (told >= row).all()
     if strategy == "final":
-        assert torch.equal(told, row // 15 * 15 + 12 + row % 3)
+        assert torch.equal(told, (row // 8 * 8 + 7).clamp(max=19))
+    else:
+        assert set(told.tolist()) == set(range(4, 20))
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from replaykit import (
+    Compose,
     EpisodeWriter,
     Fifo,
     LazyMemmapStorage,
@@ -165,30 +166,26 @@ def test_random_programs_match_lists(seed: int, kind: str, tmp_path: Path) -> No
     assert not (rb.writer.generations_of(index) == handle).any()
 
 
-def test_windows_and_sums_follow_moved_rows() -> None:
-    rb = make(50, sampler=SliceSampler(slice_len=3), transform=NStep(2, 0.5), batch_size=300)
-    for key in range(40):
+def test_windows_sums_and_returns_follow_rows_that_move_and_leave() -> None:
+    rb = make(
+        50,
+        evict=Uniform(),
+        sampler=SliceSampler(slice_len=3),
+        transform=Compose(ReturnToGo(1.0), NStep(2, 0.5)),
+        batch_size=300,
+    )
+    for key in range(1, 60):
         rb.extend(rows_of(key, 3 + key * 7 % 11))
-        batch = rb.sample()
-        t = batch["t"].reshape(-1, 3)
-        assert (t.diff() == 1).all()
-        assert (t // 1000 == t[:, :1] // 1000).all()
-        lengths = stored(rb)
-        last = torch.tensor([lengths[k] - 1 for k in batch["id"].tolist()]) == batch["t"] % 1000
-        assert batch["next", "reward"].flatten().equal(torch.where(last, 1.0, 1.5))
-
-
-def test_returns_stay_right_while_rows_move_and_leave() -> None:
-    rng, rb = np.random.default_rng(0), make(40, evict=Uniform(), transform=ReturnToGo(1.0))
-    for key in range(60):
-        rb.extend(rows_of(key, int(rng.integers(1, 15))))
         if key % 5 == 0:
             rb.remove_oldest(1)
-        for episode in rb.episodes:
-            rows = episode.rows()
-            assert rows["return_valid"].all()
-            left = torch.arange(episode.length, 0, -1.0)
-            assert rows["episode_return"].flatten().equal(left)
+        batch = rb.sample()
+        windows = batch["t"].reshape(-1, 3)
+        assert (windows.diff() == 1).all()
+        assert (windows // 1000 == windows[:, :1] // 1000).all()
+        left = 3 + batch["id"] * 7 % 11 - batch["t"] % 1000
+        assert batch["return_valid"].all()
+        assert batch["episode_return"].flatten().equal(left.float())
+        assert batch["next", "reward"].flatten().equal(torch.where(left == 1, 1.0, 1.5))
 
 
 def test_episode_without_end_is_cut_and_long_one_keeps_its_last_piece() -> None:
