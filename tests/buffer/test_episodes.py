@@ -66,7 +66,7 @@ def check(buffer: ReplayBuffer, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_all_that_is_told_of_episodes_agrees_with_their_rows(lanes: int) -> None:
+def test_all_facts_about_episodes_agree_with_their_rows(lanes: int) -> None:
     chance = random.Random(lanes)
     seen: set[tuple[int, int]] = set()
     for slots in range(1, 10):

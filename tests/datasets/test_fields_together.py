@@ -291,7 +291,7 @@ def test_fields_that_make_no_sense_are_errors_at_declaration():
     refuses(ValueError, said, Field, "x", "info", ("info",), moment="successor")
 
 
-def test_an_alignment_of_ones_own_takes_other_records(tmp_path):
+def test_a_custom_alignment_takes_other_records(tmp_path):
     own = Alignment("own", extra=2, action=1, outcome=0)
     path = _write(tmp_path / "a.h5", runs=1, torque=np.arange(6.0)[:, None])
     with h5py.File(path, "a") as file:

@@ -220,7 +220,8 @@ def test_processes_that_ask_at_once_share_one_conversion_and_one_split(
     assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr
     assert log.read_text() == "converted\nsplit\n"
     # Without a handler of the user's, logging shows the lines of those who wait.
-    assert done.stderr.count("data is being prepared by another process; waiting for it") == 3
+    waits = done.stderr.count("data is being prepared by another process; waiting for it")
+    assert waits >= 3  # and perhaps one that comes while another splits
 
 
 def test_waiting_for_the_lock_can_be_interrupted_and_its_failure_passes_on(tmp_path, source):

@@ -101,7 +101,9 @@ def test_closing_reports_all_unread_errors() -> None:
     assert str(many).endswith("ValueError: 4; and 4 others")
 
 
-def test_pending_writes_are_let_go_once_they_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_writes_are_released_once_they_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_FEW", 2)
     monkeypatch.setattr(module, "_looked_at", [2])
     actor, here, largest = object(), len(module._PENDING), 0

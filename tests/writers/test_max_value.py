@@ -273,7 +273,7 @@ EDITS: dict[str, Callable[[ReplayBuffer, Any], None]] = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("way", ["state_dict", "dumps", "dumps twice", "pickle", "deepcopy"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_rows_are_ranked_by_what_is_stored_now_also_by_a_copy(
+def test_rows_are_ranked_by_their_stored_values_also_by_a_copy(
     tmp_path: Any, way: str, edit: str, when: str
 ) -> None:
     """WR17, 6.3: with equal ranks, so that ages decide, and a rank edited after it was written."""
