@@ -484,3 +484,23 @@ def test_child_forked_during_the_first_write_can_write(
     assert ended(children[0]) == 0
     assert numbers_by_writer(buffer)[0] == [0, 1, 2]
     assert batches_of(buffer, 1) == 3
+
+
+def test_stopped_process_without_the_lock_does_not_block_others() -> None:
+    buffer = new_buffer(100)
+    hear, told = os.pipe()
+
+    def work() -> None:
+        buffer.extend(rows(1, 0, 0, 2))
+        os.write(told, b"there")
+        time.sleep(60)
+
+    child = in_child(work)
+    os.read(hear, 5)
+    os.kill(child, signal.SIGSTOP)
+    try:
+        buffer.extend(rows(0, 0, 0, 3))
+        assert numbers_by_writer(buffer) == {0: [0, 1, 2], 1: [0, 1]}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from replaykit.datasets import Policies
+from replaykit.datasets.converting import local_sources
 from replaykit.datasets.engine.conversion import ConvertOptions, ensure_dataset
 from replaykit.datasets.engine.row_writer import RowWriter
 from replaykit.datasets.families.robohive import ROBOHIVE
@@ -22,6 +23,8 @@ from replaykit.errors import CorpusError, DownloadError
 from replaykit.filesystem import siblings
 from replaykit.testing.robohive_files import make_trial
 from tests.datasets.converted import content, files_of
+from tests.datasets.mutated.corpora import CORPORA
+from tests.datasets.mutated.running import check
 from tests.datasets.trials import (
     convert,
     names,
@@ -375,3 +378,23 @@ def test_conversion_killed_at_any_step_gives_the_same_data_set(tmp_path, target,
     died, kept = map(int, done.stdout.split())
     assert died >= 8
     assert kept >= 3
+
+
+@pytest.mark.parametrize("family", ["d4rl-v2", "d4rl-v0", "vd4rl"])
+def test_flat_arrays_in_parts_give_the_same_data_set(tmp_path, target, monkeypatch, family):
+    """Cut after every episode; where one begins is compared with where the one before arrived."""
+    (tmp_path / "files").mkdir()
+    path = CORPORA[family].write(tmp_path / "files")
+
+    def convert(folder: Path) -> None:
+        ensure_dataset(
+            folder, get_sources=lambda: local_sources([path]), layout=CORPORA[family].layout
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        convert(tmp_path / "whole")
+        monkeypatch.setattr("replaykit.datasets.engine.row_batches._PART_BYTES", 1)
+        convert(target)
+        check(CORPORA[family], path, open_published(target))
+    assert content(target, in_blocks=True) == content(tmp_path / "whole", in_blocks=True)

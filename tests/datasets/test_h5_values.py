@@ -5,12 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from isal import isal_zlib
 
 from replaykit.datasets.encoded_frames import image_module
 from replaykit.datasets.engine import h5_values, scan
@@ -225,3 +228,59 @@ def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r"need Pillow.*pip install 'replaykit\[images\]'"):
         image_module()
+
+
+@dataclass
+class Answering:
+    """A low-level dataset that gives each chunk as it is told to."""
+
+    node: Any
+    chunk: tuple[int, bytes] | Exception
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def read_direct_chunk(self, _: tuple[int, ...]) -> tuple[int, bytes]:
+        if isinstance(self.chunk, Exception):
+            raise self.chunk
+        return self.chunk
+
+
+@pytest.fixture
+def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
+    """Whether an array was inflated, given what its chunk is said to be."""
+    values = np.zeros((1000, 30), np.float32)
+    with h5py.File(_write(tmp_path / "a.h5", values, chunks=(1000, 30), **GZIP)) as file:
+        node = file["values"].id
+
+        def run(chunk: tuple[int, bytes] | Exception, into: np.ndarray[Any, Any] = values) -> bool:
+            return h5_values.inflate(Answering(node, chunk), 0, 1000, into, h5py.h5t.NATIVE_FLOAT)
+
+        yield run
+
+
+WHOLE = (0, zlib.compress(bytes(120_000)))
+
+
+def test_unreadable_chunk_is_left_to_hdf5(inflated):
+    assert inflated(WHOLE)
+    for error in (OSError, ValueError, KeyError, RuntimeError):
+        assert not inflated(error("no such chunk"))
+    assert not inflated((0, b"no zlib at all"))
+
+
+@pytest.mark.parametrize("error", [MemoryError, TypeError])
+def test_no_other_fault_is_hidden(inflated, monkeypatch, error):
+    with pytest.raises(error, match="of another kind"):
+        inflated(error("of another kind"))
+    into = np.empty((1000, 30), np.float32)
+    into.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        inflated(WHOLE, into)
+
+    def raising(*_: object) -> bytes:
+        raise error("of another kind")
+
+    monkeypatch.setattr(isal_zlib, "decompressobj", raising)
+    with pytest.raises(error, match="of another kind"):
+        inflated(WHOLE)

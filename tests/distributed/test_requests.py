@@ -252,3 +252,17 @@ def test_handles_prefetch_separate_batches(sharded: Any) -> None:
     assert len(again._ahead) == 0
     assert alike(first, plain.sample())
     assert alike(client.sample(), again.sample())
+
+
+def test_priority_update_affects_later_requests(sharded: Any) -> None:
+    """Two batches are under way: they are of before, the third is of the new priorities."""
+    rb = make(sharded, prefetch=2)
+    rb.sample()
+    index = rb._names.join(0, torch.arange(rb.stats()["shards"][0]))
+    for shard in (1, 2):
+        others = rb._names.join(shard, torch.arange(rb.stats()["shards"][shard]))
+        rb.update_priority(others, 0.0)
+    rb.update_priority(index, 1e6)
+    seen = [int((rb.sample()["index"] % 3 == 0).sum()) for _ in range(4)]
+    assert seen[2:] == [12, 12]
+    assert min(seen[:2]) < 12

@@ -73,10 +73,14 @@ def fits(found: Counter[Any], law: dict[Any, float]) -> None:
 # -- the law --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e308])  # of which a sum is more than a float can be
-def test_draws_follow_the_weights(scale: float) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"staleness_weight_fn": lambda s: 1e308 / (s + 1)}],  # their sum exceeds a float
+    ids=["default", "large"],
+)
+def test_draws_follow_the_weights(options: dict[str, Any]) -> None:
     versions = [0, 1, 1, 4, 4, 4, 5, 5]
-    rb = stale(versions, consumer_version=5, staleness_weight_fn=lambda s: scale / (s + 1))
+    rb = stale(versions, consumer_version=5, **options)
     weights = np.array([1 / (5 - v + 1) for v in versions])
     found = Counter(rb.sample(20_000)["index"].tolist())  # more than there are: independent
     fits(found, dict(enumerate(weights / weights.sum())))
@@ -94,17 +98,25 @@ def successive(weights: dict[int, float], count: int) -> dict[tuple[int, ...], f
     return law
 
 
-@pytest.mark.parametrize(
-    ("versions", "count"),
-    [([3, 0, 2, 3, 1], 2), ([3, 0, 2, 3, 1], 3), ([0] * 6 + [1] * 4 + [2] * 3, 2)],
-)
-def test_small_batches_are_drawn_without_replacement(versions: list[int], count: int) -> None:
-    """Also batches below a quarter of the rows, where repeated draws are dropped."""
-    rb = stale(versions, consumer_version=3, staleness_weight_fn=lambda s: 4.0 ** (3 - s))
-    law: Counter[tuple[int, ...]] = Counter()
-    for order, p in successive({i: 4.0**v for i, v in enumerate(versions)}, count).items():
-        law[tuple(versions[i] for i in order)] += p  # type: ignore[assignment]
-    found = Counter(tuple(versions[i] for i in drawn(rb, count)) for _ in range(6000))
+@pytest.mark.parametrize("count", [2, 3])
+def test_small_batches_are_drawn_without_replacement(count: int) -> None:
+    versions = [3, 0, 2, 3, 1]
+    rb = stale(versions, consumer_version=3)
+    weights = {i: 1 / (3 - v + 1) for i, v in enumerate(versions)}
+    law = successive(weights, count)
+    found = Counter(tuple(drawn(rb, count)) for _ in range(6000))
+    fits(found, law)
+
+
+def test_the_law_is_the_same_where_repeated_draws_are_dropped() -> None:
+    """Batches below a quarter of the rows: pairs, of which the versions are counted."""
+    versions = [0] * 6 + [1] * 4 + [2] * 3
+    rb = stale(versions, consumer_version=2, staleness_weight_fn=lambda s: 4.0 ** (2 - s))
+    weights = {i: 4.0**v for i, v in enumerate(versions)}
+    law: Counter[tuple[int, int]] = Counter()
+    for order, p in successive(weights, 2).items():
+        law[tuple(versions[i] for i in order)] += p  # type: ignore[index]
+    found = Counter(tuple(versions[i] for i in drawn(rb, 2)) for _ in range(5000))
     fits(found, dict(law))
 
 

@@ -467,3 +467,23 @@ def test_goals_are_replaced_before_rows_are_summed_stacked_or_scaled(other: Tran
     chain = Compose(other, HindsightGoal(), order="auto")
     assert [type(each) for each in chain] == [HindsightGoal, type(other)]
     refuses(RuntimeError, "pass it to a ReplayBuffer", HindsightGoal(), rows_of([True]))
+
+
+@pytest.mark.parametrize("scope", ["window", "step"])
+def test_padding_of_slices_is_not_relabelled(scope: str) -> None:
+    rb = buffer_of(
+        HindsightGoal(0.5, scope=scope),
+        ends_every(6, 60),
+        sampler=SliceSampler(slice_len=8, strict_length=False, pad_output=True),
+    )
+    batch = rb.sample(640)
+    told, row, real = (
+        each.reshape(80, 8) for each in (told_by(batch), batch["row"], batch["collector", "mask"])
+    )
+    chosen = told >= 0
+    assert not real.all()
+    assert torch.equal(chosen, real & chosen[:, :1])
+    assert 0.3 < chosen[:, 0].float().mean() < 0.7
+    latest = row if scope == "step" else torch.where(real, row, 0).amax(1, keepdim=True)
+    assert (told >= latest)[chosen].all()
+    assert torch.equal(told[chosen] // 6, row[chosen] // 6)

@@ -612,9 +612,12 @@ def test_sums_over_steps_stay_in_the_lane() -> None:
     )
     t = [0, 0, 0]
     for n in range(60):
-        for lane in [0, 1, 0] if n % 3 else [2, 0]:
-            rb.extend(steps([lane], [t[lane]]))
+        lanes = [0, 1, 0] if n % 3 else [2, 0]
+        numbers = []
+        for lane in lanes:
+            numbers.append(t[lane])
             t[lane] += 1
+        rb.extend(steps(lanes, numbers))
         sample = rb.sample(64)
         for env, time, reward in zip(
             sample["env"].tolist(),
