@@ -538,7 +538,10 @@ def map_tensors(
 
 
 def each_tensor(data: Any, function: Callable[[torch.Tensor], Any]) -> None:
-    """Call ``function`` with every tensor that ``map_tensors`` would pass to it."""
+    """Call ``function`` with every tensor that ``map_tensors`` would pass to it.
+
+    Common containers are not built again, which takes most of the time of ``map_tensors``.
+    """
     if isinstance(data, torch.Tensor):
         function(data)
     elif type(data) is TensorDict:

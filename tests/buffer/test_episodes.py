@@ -23,7 +23,7 @@ from tests.support.refusals import refuses
 
 
 def check(buffer: ReplayBuffer, lanes: int) -> None:
-    """Compare all that is told of episodes with their rows, reasons and heads.
+    """Compare the facts about episodes with their rows, reasons and heads.
 
     `tests/acceptance/test_histories.py` compares these with a scan of all rows.
     """

@@ -196,7 +196,7 @@ class Known(Sampler):
 @pytest.mark.pitfall("BD9")
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list"])
 def test_custom_sampler_may_return_a_tuple_or_a_list(form: str):
-    """What users see is always a tensor ``[B]``, or ``[B, ndim]``."""
+    """Users always get a tensor ``[B]`` or ``[B, ndim]``."""
     index = torch.tensor([3, 1, 1])
     drawn = {"tensor": index, "tuple": (index,), "list": [3, 1, 1]}[form]
     sampler = Known(drawn, weight=torch.tensor([0.1, 0.2, 0.3]), note=torch.tensor(7), name="me")

@@ -270,10 +270,10 @@ multiprocessing.get_context("fork").Process(target=work, args=(buffer,)).start()
 """
 
 _LEFT = """
-hear, told = os.pipe()
+receiver, sender = os.pipe()
 if not os.fork():
-    os.close(told)
-    os.read(hear, 1)  # the parent is gone
+    os.close(sender)
+    os.read(receiver, 1)  # the parent is gone
     work(buffer)
     sys.exit()
 """

@@ -78,7 +78,7 @@ def restarted(state: Any) -> Any:
 
 
 def equal(a: TensorDict, b: TensorDict) -> bool:
-    """Whether two TensorDicts have the same keys and values."""
+    """Return whether two TensorDicts have the same keys and values."""
     keys = set(a.keys(True, True))
     return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
 

@@ -150,7 +150,7 @@ def test_sizes_are_compared_also_without_checksums(three: tuple[Path, Any]):
 def test_links_pipes_and_directories_are_not_read(
     three: tuple[Path, Any], tmp_path: Path, name: str, version: int | None
 ):
-    """What lies outside of the directory is not read, whatever the same name leads to."""
+    """Only files inside of the directory are read, whatever else has the name of one."""
     folder, _ = three
     name = next(each for each in sorted(named_by(folder)[version or 3]) if each.startswith(name))
     file, outside = folder / name, tmp_path / "outside"

@@ -224,7 +224,7 @@ def test_first_use_finds_inconsistent_tables(damaged: str, tmp_path: Path) -> No
             named = r"the references of rows .*, in .*: expected"
             refuses(CheckpointError, named, USES[use], rb, kind, tmp_path)
             assert (len(rb), rb.write_count) == (len(filled), filled.write_count)
-            # What every row has is as it was.
+            # No row has changed.
             assert torch.equal(reward(rb), reward(filled))
     assert not (tmp_path / "again" / "manifest.json").exists()
     mapped.empty()

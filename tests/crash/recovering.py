@@ -229,7 +229,7 @@ class Child:
         assert self.hear.recv() == "ready"
 
     def last_said(self, done: Any = -1) -> Any:
-        """What it has said last when it has ended, or been killed."""
+        """Return its last message, after it has ended or was killed."""
         with contextlib.suppress(EOFError):
             while True:
                 done = self.hear.recv()

@@ -139,7 +139,7 @@ def test_kill_while_returns_are_stored_takes_them_back_with_the_row(
 def test_kill_during_load_keeps_the_old_or_the_new_state(
     kind: str, kills: int, seed: int, tmp_path: Path
 ) -> None:
-    """What was there before, or all of the checkpoint."""
+    """The rows are those from before the load, or all of the checkpoint."""
     draw = random.Random(seed)
     source = new_buffer(kind, None)
     for step in range(500, 508):

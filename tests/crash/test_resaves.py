@@ -137,7 +137,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and 
 def test_kills_during_repeated_saves_leave_committed_states(
     kills: int, seed: int, least: tuple[int, int], run_python: Any, tmp_path: Any
 ) -> None:
-    """Every second saver begins with all rows; readers beside every third one are killed too."""
+    """Every second saver starts with all rows. The readers of every third saver are killed too."""
     done = run_python(STAGE, tmp_path / "saved", kills, seed, timeout=1100)
     seen, kept = map(int, done.stdout.split())
     assert seen >= least[0], "the kills came before anything was saved"

@@ -408,17 +408,17 @@ def test_kill_during_load_leaves_others_the_old_or_new_state(
 def test_a_child_of_a_killed_process_does_not_hold_the_lock() -> None:
     buffer = new_buffer(10)
     buffer.extend(rows(0, 0, 0, 3))
-    hear, told = os.pipe()
+    receiver, sender = os.pipe()
     waiting, leave = os.pipe()
 
     def work() -> None:
         os.close(leave)
         with buffer.storage.lock:
             if not os.fork():
-                os.write(told, b"there")
+                os.write(sender, b"there")
                 os.read(waiting, 1)  # until the test has ended
                 os._exit(0)
-            os.read(hear, 5)
+            os.read(receiver, 5)
             die()
 
     assert ended(in_child(work)) == -signal.SIGKILL
@@ -488,15 +488,15 @@ def test_child_forked_during_the_first_write_can_write(
 
 def test_stopped_process_without_the_lock_does_not_block_others() -> None:
     buffer = new_buffer(100)
-    hear, told = os.pipe()
+    receiver, sender = os.pipe()
 
     def work() -> None:
         buffer.extend(rows(1, 0, 0, 2))
-        os.write(told, b"there")
+        os.write(sender, b"there")
         time.sleep(60)
 
     child = in_child(work)
-    os.read(hear, 5)
+    os.read(receiver, 5)
     os.kill(child, signal.SIGSTOP)
     try:
         buffer.extend(rows(0, 0, 0, 3))
