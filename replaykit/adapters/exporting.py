@@ -145,8 +145,8 @@ def to_d3rlpy(
 
     d3rlpy stores no next observations. It takes the next observation of a row from the following
     row, so the last next observation of an episode is lost. If the episode terminated, d3rlpy uses
-    zeros, which its targets ignore. If not, d3rlpy never samples the last row as a transition.
-    Other keys, such as infos, ids and seeds, are lost too.
+    zeros, which its targets ignore. If not, d3rlpy never samples the last row as a transition, and
+    an episode of one row is lost. Other keys, such as infos, ids and seeds, are lost too.
 
     Args:
         data: a buffer or data set. Nested observations become a tuple of arrays, ordered by key.
@@ -325,9 +325,7 @@ def _values_of_demo(rows: ExportedRows, names: Mapping[Key, str]) -> dict[str, A
     for root, folder in (((), "obs"), (("next",), "next_obs")):
         for key, name in names.items():
             found[f"{folder}/{name}"] = rows.arrays[root + key]
-    success = rows.terminated
-    if ("next", "success") in rows.arrays:
-        success = rows.arrays["next", "success"].reshape(-1)
+    success = rows.arrays.get(("next", "success"), rows.terminated).reshape(-1)
     found |= {"actions": rows.arrays[ACTION], "rewards": rows.rewards}
     found["dones"] = success.astype(np.int64)
     if ("state",) in rows.arrays:

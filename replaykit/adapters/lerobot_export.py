@@ -33,7 +33,6 @@ _FILES: Final = 1000
 _MB: Final = 100
 """Size of a data file in MiB, after which the next episode begins another one."""
 _QUANTILES: Final = (1, 10, 50, 90, 99)
-_COUNTED: Final = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 def to_lerobot(
@@ -222,14 +221,12 @@ class _Writer:
         found |= ends | {"next.done": flags[0] | flags[1]}
         steps = np.arange(rows.count)
         task = self._known.index(self._tasks[number])
-        counted = (
-            steps,
-            np.full_like(steps, number),
-            steps + self._rows,
-            np.full_like(steps, task),
-        )
         found["timestamp"] = (steps / self._fps).astype(np.float32)
-        return found | dict(zip(_COUNTED[1:], counted, strict=True))
+        found["frame_index"] = steps
+        found["episode_index"] = np.full_like(steps, number)
+        found["index"] = steps + self._rows
+        found["task_index"] = np.full_like(steps, task)
+        return found
 
     def _describe(self, values: Mapping[str, Array]) -> None:
         if self._features:

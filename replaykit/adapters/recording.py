@@ -306,9 +306,10 @@ class _Recorder:
                 key: torch.empty((), dtype=leaf.dtype).numpy().dtype
                 for key, leaf in schema.leaves.items()
             }
-        self._clear()
+        self.discard()
 
-    def _clear(self) -> None:
+    def discard(self) -> None:
+        """Drop the steps of an unfinished episode."""
         self.is_open = False
         self._observations: list[tuple[np.ndarray, ...]] = []
         self._actions: list[tuple[np.ndarray, ...]] = []
@@ -324,7 +325,7 @@ class _Recorder:
     def begin(self, observation: Any, seed: int | None) -> None:
         """Begin an episode with the observation of a reset."""
         first = self._observation.taken(observation)
-        self._clear()
+        self.discard()
         self._observations.append(first)
         self._source_seed = -1 if seed is None else int(seed)
         self.is_open = True
@@ -354,7 +355,7 @@ class _Recorder:
         try:
             self._take(observation, reward, terminated, truncated, info)
         except BaseException:
-            self._clear()
+            self.discard()
             raise
         if terminated or truncated:
             self.end()
@@ -392,18 +393,14 @@ class _Recorder:
             self.folder.reserve(rows)
             with deferred:
                 self.folder.append(rows)
-                self._clear()
+                self.discard()
                 self.folder.commit()
         else:
-            self._clear()
-
-    def discard(self) -> None:
-        """Drop the steps of an unfinished episode."""
-        self._clear()
+            self.discard()
 
     def close(self) -> None:
         """Close the folder; steps of an unfinished episode are dropped."""
-        self._clear()
+        self.discard()
         self.folder.close()
 
     def _rows(self) -> TensorDict:

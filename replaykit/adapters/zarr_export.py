@@ -14,8 +14,9 @@ from replaykit.adapters.export_files import export_to
 from replaykit.adapters.exported_episodes import OBSERVATION, Array, ExportSource
 from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.families.zarr_arrays import key_of, zarr_module
+from replaykit.errors import SchemaError
 from replaykit.interrupts import check, deferred
-from replaykit.ted import Key
+from replaykit.ted import Key, format_key
 
 _CHUNK_BYTES: Final = 1 << 20
 
@@ -50,7 +51,8 @@ def to_zarr(
         KeyError: the data lacks a key. The message names it.
         ValueError: the data has no episode, or a next observation differs from the observation of
             the following row in an episode. The message names key and episode.
-        SchemaError: two columns get the same name, or a name contains a slash or begins with a dot.
+        SchemaError: two columns get the same name, or a name contains a slash or a backslash, or
+            begins with a dot.
         FileExistsError: the path exists, and ``overwrite`` is False, or it is no such folder.
         OSError: the disk has too little room.
         ImportError: zarr is not installed.
@@ -78,6 +80,12 @@ def to_zarr(
 
     source = ExportSource(data, "Zarr", whole=False)
     names, images = source.table_names(_name)
+    for key, name in names.items():
+        if "\\" in name:
+            raise SchemaError(
+                f"key {format_key(key)}: expected a name without a backslash, which Zarr reads as "
+                f"'/', got {name!r}; rename the parts of the row"
+            )
     target = Path(path).expanduser()
     is_zip = target.suffix == ".zip"
     marker = "" if is_zip else "meta/episode_ends/.zarray"
@@ -202,5 +210,7 @@ def _name(key: Key, image: bool) -> str:
     """Return the name that a reader turns into the key, without ``observation`` if possible."""
     if key == OBSERVATION:
         return "img" if image else "state"
-    name = "/".join(key[1:])
-    return name if key_of(name) == key and key[1:] != OBSERVATION else "/".join(key)
+    name, whole = "/".join(key[1:]), "/".join(key)
+    # A group must not have the name of an array outside of observations.
+    is_short = key_of(name) == key and key_of(key[1]) == key[:2] and key[1:] != OBSERVATION
+    return name if is_short else whole

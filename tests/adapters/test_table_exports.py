@@ -237,8 +237,9 @@ def test_round_trips_keep_every_item(form, layout, rb, tmp_path):
 
 
 def test_nested_keys_of_any_name_pass_through_zarr(rb, tmp_path):
-    names = ("reward", "terminated", "observation", "a.b", ("action", "arm"), ("a", "b", "c"))
-    keys = [("observation", *((name,) if isinstance(name, str) else name)) for name in names]
+    names = ("reward", "terminated", "observation", "a.b", "a\nb")
+    groups = (("action", "arm"), ("truncated", "x"), ("success", "y", "z"), ("a", "b", "c"))
+    keys = [*(("observation", name) for name in names), *(("observation", *g) for g in groups)]
     keys += [("action", "arm"), ("action", "hand", "left")]
     rows = rb[:].select(("next", "done"), ("next", "terminated"))
     for number, key in enumerate(keys):
@@ -292,6 +293,7 @@ def test_bad_data_is_refused(form, rb, tmp_path):
     ("form", "name", "like", "says"),
     [
         ("zarr", ".zgroup", torch.zeros(1), "does not begin with"),
+        ("zarr", "a\\b", torch.zeros(1), "without a backslash"),
         ("robomimic", ".", torch.zeros(1), "does not begin with"),
         ("lerobot", "a\0b", torch.zeros(1), "expected a name"),
         ("lerobot", "a", torch.zeros(1, 0), "at least one value"),

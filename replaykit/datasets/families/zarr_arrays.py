@@ -34,7 +34,7 @@ from replaykit.errors import CorpusError, import_extra
 from replaykit.ted import TERMINATED, TRUNCATED, Key, format_key
 
 _ENDS: Final = "meta/episode_ends"
-_DESCRIPTION: Final = re.compile(r"(?P<array>.+)/(?:\.zarray|zarr\.json)")
+_DESCRIPTION: Final = re.compile(r"(?P<array>.+)/(?:\.zarray|zarr\.json)", re.DOTALL)
 _CHUNK: Final = re.compile(r"(?:c/)?(\d+(?:[./]\d+)*)")
 _OUTSIDE: Final[Mapping[str, Key]] = {
     "action": ("action",),
