@@ -180,7 +180,7 @@ class VectorSteps:
                 (name,),
             )
         self.envs = envs
-        self.autoreset = _mode_of(envs) if autoreset is None else _checked_mode(autoreset)
+        self.autoreset = _mode_of(envs, autoreset)
         self.lane_key = unravel(lane_key)
         count = int(envs.num_envs)
         self._batch = torch.Size([count])
@@ -204,12 +204,28 @@ class VectorSteps:
 
         Returns:
             Observations and infos, as ``envs.reset`` returned them.
+
+        Raises:
+            RuntimeError: there is a mask, but all environments must be reset first: they were never
+                reset, or a call of them raised. Or the reset changed an observation outside of the
+                mask, because these environments ignore masks.
         """
         options = None if options is None else dict(options)  # gymnasium removes entries
         mask = None if options is None else options.get("reset_mask")
+        before, self._before = self._before, None  # a call that raises may have reset some
+        if mask is not None and before is None:
+            raise RuntimeError("expected reset() of all environments first, got a 'reset_mask'")
         started = np.ones(len(self.ended), bool) if mask is None else np.array(mask, bool)
         observation, infos = self.envs.reset(seed=seed, options=options)
-        self._before = _columns(observation, self._batch, ("observation",))
+        after = _columns(observation, self._batch, ("observation",))
+        wrong = np.zeros_like(started) if mask is None else _differing(before, after) & ~started
+        if wrong.any():
+            raise RuntimeError(
+                f"the observations of environments {np.flatnonzero(wrong).tolist()} have changed, "
+                "although options['reset_mask'] excludes them; these environments ignore masks, so "
+                "call reset() without one"
+            )
+        self._before = after
         self.observation, self.infos = observation, infos
         self.ended = self.ended & ~started
         self._begin(started)
@@ -231,33 +247,32 @@ class VectorSteps:
         Raises:
             RuntimeError: ``reset`` was not called, or an environment does not behave according to
                 its mode. In ``DISABLED``, also if an environment whose episode has ended was not
-                reset.
+                reset. If a call of the environments raises, as at Ctrl-C, some may have taken the
+                step. Their rows are lost, so ``reset`` must be called for all environments.
         """
         if self._before is None:
-            raise RuntimeError("expected reset() before the first step()")
+            raise RuntimeError("expected reset() before the first step(), and after an error")
         if self.autoreset == "disabled" and self.ended.any():
             raise RuntimeError(
                 f"the episodes of environments {np.flatnonzero(self.ended).tolist()} have ended; "
                 'call reset(options={"reset_mask": steps.ended}) before the next step'
             )
         action = _as_arrays(action)
+        before, self._before = self._before, None
         observation, reward, terminated, truncated, infos = self.envs.step(action)
-        flags = (("terminated", terminated), ("truncated", truncated))
-        ends = [_flag(flag, self._batch, name) for name, flag in flags]
-        ended = (ends[0] | ends[1]).view(-1).cpu().numpy()
+        rows = transition(
+            before, action, reward, observation, terminated, truncated, batch_size=self._batch
+        )
+        ended = rows["next", "done"].view(-1).cpu().numpy()
         resets = self.ended if self.autoreset == "next_step" else np.zeros_like(ended)
         if (ended & resets).any():
             raise RuntimeError(
                 f"environments {np.flatnonzero(ended & resets).tolist()} ended in the step that "
                 "resets them; the autoreset mode of these environments is not NEXT_STEP"
             )
-        after = _columns(observation, self._batch, ("next", "observation"))
-        last = after
+        after = rows["next", "observation"].clone()
         if self.autoreset == "same_step" and ended.any():
-            last = _with_final(after, infos, ended)
-        rows = transition(
-            self._before, action, reward, last, terminated, truncated, batch_size=self._batch
-        )
+            rows["next", "observation"] = _with_final(after, infos, ended)
         rows.set(self.lane_key, self._lanes.clone())
         rows.set("episode", self._episodes.clone())
         self._before, self.observation, self.infos = after, observation, infos
@@ -274,8 +289,7 @@ class VectorSteps:
             self._next_episode += count
 
     def __repr__(self) -> str:
-        count = len(self.ended)
-        return f"{type(self).__name__}(num_envs={count}, autoreset={self.autoreset!r})"
+        return f"{type(self).__name__}(num_envs={len(self.ended)}, autoreset={self.autoreset!r})"
 
 
 def _check_batched(single: Any, batched: Any, path: Path) -> None:
@@ -300,22 +314,17 @@ def _check_batched(single: Any, batched: Any, path: Path) -> None:
 _MODES = ("next_step", "same_step", "disabled")
 
 
-def _mode_of(envs: Any) -> str:
-    """Return the mode that a vector environment declares, without imports."""
-    mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
-    if mode is None:
-        raise ValueError(
-            f"expected 'autoreset_mode' in the metadata of {envs}, got none; pass "
-            f"autoreset=, one of {', '.join(map(repr, _MODES))}"
-        )
-    return _checked_mode(getattr(mode, "name", mode))
-
-
-def _checked_mode(mode: object) -> str:
-    name = mode.lower() if isinstance(mode, str) else mode
-    if name not in _MODES:
-        raise ValueError(f"expected autoreset as one of {', '.join(_MODES)}, got {mode!r}")
-    return str(name)
+def _mode_of(envs: Any, given: object) -> str:
+    """Return the given mode, or the one that a vector environment declares, without imports."""
+    if given is None:
+        mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+        given = getattr(mode, "name", mode)
+        if given is None:
+            raise ValueError(
+                f"expected 'autoreset_mode' in the metadata of {envs}, got none; pass "
+                f"autoreset=, one of {', '.join(map(repr, _MODES))}"
+            )
+    return one_of("autoreset", given.lower() if isinstance(given, str) else given, _MODES)
 
 
 def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any]) -> Any:
@@ -334,6 +343,13 @@ def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any
         _check_alike(after[env], row, 0)
         after[env] = row
     return after
+
+
+def _differing(before: Any, after: Any) -> np.ndarray[Any, Any]:
+    """Return which rows of two observations differ; NaN equals NaN."""
+    one, other = (flatten(each, 1)[1].values() for each in (before, after))
+    wrong = [((a != b) & ((a == a) | (b == b))).flatten(1) for a, b in zip(one, other, strict=True)]
+    return np.asarray(torch.cat(wrong, 1).any(1).cpu())
 
 
 def _of_one(values: Any, env: int) -> Any:
@@ -370,7 +386,7 @@ def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
         fields = dict(value.items())
         for name in fields:
             if not isinstance(name, str):
-                raise TypeError(f"key {_at(path)}: expected names as strings, got {name!r}")
+                raise TypeError(f"key {format_key(path)}: expected names as strings, got {name!r}")
     elif isinstance(value, tuple):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         fields = dict(zip(names, value, strict=True))
@@ -378,8 +394,8 @@ def _columns(value: Any, batch: torch.Size, path: Path) -> Any:
         tensor = _tensor(value, path)
         if tensor.shape[: len(batch)] != batch:
             raise ValueError(
-                f"key {_at(path)}: expected a shape that begins with batch_size {list(batch)}, got "
-                f"{list(tensor.shape)}"
+                f"key {format_key(path)}: expected a shape that begins with batch_size "
+                f"{list(batch)}, got {list(tensor.shape)}"
             )
         return tensor.unsqueeze(-1) if tensor.ndim == len(batch) else tensor
     columns = {name: _columns(field, batch, (*path, name)) for name, field in fields.items()}
@@ -394,8 +410,8 @@ def _tensor(value: Any, path: Path) -> torch.Tensor:
     found = from_numbers(value, path)
     if found is None:
         raise TypeError(
-            f"key {_at(path)}: expected a tensor, array, number, or a dict or tuple of these, got "
-            f"{type(value).__name__}"
+            f"key {format_key(path)}: expected a tensor, array, number, or a dict or tuple of "
+            f"these, got {type(value).__name__}"
         )
     return found
 
@@ -425,10 +441,6 @@ def _check_alike(before: Any, after: Any, ndim: int) -> None:
         Schema(flatten(before, ndim)[0]).check(flatten(after, ndim)[0])
     except SchemaError as error:
         raise SchemaError(f"the next observation differs from the observation: {error}") from None
-
-
-def _at(path: Path) -> str:
-    return format_key(path)
 
 
 _ENDS = ("terminated", "truncated")

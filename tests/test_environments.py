@@ -306,6 +306,43 @@ def test_first_lane_separates_lanes_of_vector_environments() -> None:
     assert all(len(e.rows()["observation"][:, 1].unique()) == 1 for e in rb.episodes)
 
 
+def test_a_reset_that_ignores_its_mask_is_refused() -> None:
+    """CartPole's own vector environment resets all environments at any reset."""
+    envs = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point")
+    steps = VectorSteps(envs)
+    steps.reset(seed=0)
+    steps.step(np.ones(3, int))
+    mask = np.array([True, False, False])
+    with pytest.raises(RuntimeError, match=r"environments \[1, 2\].*'reset_mask'"):
+        steps.reset(options={"reset_mask": mask})
+    refuses(RuntimeError, r"expected reset\(\)", steps.step, np.ones(3, int))
+    refuses(RuntimeError, "of all environments", steps.reset, options={"reset_mask": mask})
+    before, _ = steps.reset(seed=1)
+    assert steps.step(np.ones(3, int))["observation"].tolist() == before.tolist()
+
+
+def test_after_an_interrupted_step_only_a_reset_of_all_environments_goes_on() -> None:
+    """The environment took a step whose row was lost, so the next row would be none."""
+
+    class Interrupted(Walk):
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            found = super().step(action)
+            if action == 4:
+                raise KeyboardInterrupt
+            return found
+
+    steps = VectorSteps(SyncVectorEnv([partial(Interrupted, 1)]))
+    steps.reset()
+    first = steps.step(np.zeros(1, int))
+    with pytest.raises(KeyboardInterrupt):
+        steps.step(np.array([4]))
+    refuses(RuntimeError, r"expected reset\(\)", steps.step, np.zeros(1, int))
+    before, _ = steps.reset()
+    row = steps.step(np.zeros(1, int))
+    assert row["observation"].tolist() == before.tolist()
+    assert row["episode"].item() != first["episode"].item()
+
+
 def test_step_before_reset_or_after_an_end_is_refused() -> None:
     steps = VectorSteps(make_envs(SyncVectorEnv, AutoresetMode.DISABLED))
     with pytest.raises(RuntimeError, match=r"expected reset\(\) before the first step"):
@@ -343,7 +380,7 @@ def test_wrong_autoreset_mode_is_detected_while_stepping(
 def test_autoreset_mode_comes_from_metadata_or_argument() -> None:
     envs = make_envs(SyncVectorEnv, AutoresetMode.SAME_STEP)
     assert repr(VectorSteps(envs)) == "VectorSteps(num_envs=3, autoreset='same_step')"
-    with pytest.raises(ValueError, match="expected autoreset as one of next_step, same_step"):
+    with pytest.raises(ValueError, match="autoreset: expected one of 'next_step', 'same_step'"):
         VectorSteps(envs, autoreset="sometimes")
     refuses(ValueError, "first_lane", VectorSteps, envs, first_lane=-1)
     envs.metadata = {}
