@@ -441,6 +441,7 @@ def described(buffer: ReplayBuffer, parts: Mapping[str, Any]) -> dict[str, Any]:
         "schema": None if storage.schema is None else storage.schema.to_json(),
         "ndim": storage.ndim,
         "lanes": list(storage.lanes),
+        "lane_key": None if (key := getattr(storage, "lane_key", None)) is None else list(key),
         "len": len(storage),
         "max_size": storage.max_size,
         "cursor": parts["writer"]["_cursor"],

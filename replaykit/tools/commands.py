@@ -442,8 +442,8 @@ def inspect(
 ) -> None:
     """Show keys, shapes, dtypes, statistics, episodes and warnings of the data at PATH.
 
-    PATH is a data set, a checkpoint, a buffer's folder, a LeRobot data set, an H5 file or a folder
-    of H5 files.
+    PATH is a data set, a checkpoint, a recording, a buffer's folder, a set of LeRobot, Minari or
+    RLDS, a folder or .zip file of Zarr, an H5 file, or a folder of H5 files.
 
     \b
     Examples:
@@ -603,11 +603,12 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
 def validate(output: Output, path: Path) -> int:
     """Verify all checksums, and check that the files agree. Errors give exit code 1.
 
-    PATH is a data set, a checkpoint, a buffer's folder, a set of LeRobot, Minari or RLDS, or a
-    folder or .zip file of Zarr. Of a data set, the command checks sizes, checksums, ids, returns,
-    and the episode table against the flags. It also checks that each row's next observation is the
-    observation of the next row. Of a checkpoint, it checks every file of every version. Of a buffer
-    made with recover=True, it checks the files and the committed state.
+    PATH is a data set, a checkpoint, a recording, a buffer's folder, a set of LeRobot, Minari or
+    RLDS, or a folder or .zip file of Zarr. Of a data set, the command checks sizes, checksums, ids,
+    returns, and the episode table against the flags. It also checks that each row's next
+    observation is the observation of the next row. Of a checkpoint, it checks every file of every
+    version. Of a recording and of a buffer made with recover=True, it checks the files and the
+    committed state.
 
     \b
     Examples:

@@ -529,10 +529,10 @@ def table_facts(path: Path, stack: ExitStack) -> tuple[Facts, Table]:
                 raise
             said.append(f"a conversion would be refused: {error}")
     facts, table = corpus_facts(data.published.path)
-    about = {**{name: facts.about[name] for name in ("layout",)}}
-    about |= {
+    about = {"layout": facts.about["layout"]} | {
         name: ", ".join(value.values()) if isinstance(value, dict) else value
         for name, value in source.facts.items()
+        if value not in (None, {})
     }
     if images:
         about["images"] = ", ".join(".".join(key) for key in images)
@@ -576,7 +576,7 @@ def table_findings(path: Path, advance: Callable[[int], object]) -> list[Finding
     text = f"{counted(count, 'episode')} of layout {layout.name} without a fault"
     if skipped := len(kept) - count - len(judge.bad):  # `convert` leaves them out, too
         text += f", and {skipped} without rows"
-    return [*found, Finding("episodes", count > 0 and not judge.bad, text)]
+    return [*found, Finding("episodes", count > 0, text)]
 
 
 def repair(path: str | Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from replaykit.episodes import EndReason
 from replaykit.errors import CheckpointError
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
+from replaykit.storages.references import OBSERVATION, ReferencedColumn
 from replaykit.structure import Branch
 from replaykit.tools.facts import EpisodeFacts, Facts, Table, measured, table_of
 from replaykit.writers import RoundRobinWriter
@@ -47,12 +48,10 @@ def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFac
         return None, None
     episodes = Episodes(storage)
     returns = None
-    try:
+    with suppress(KeyError):  # rows without rewards
         sums = episodes.returns
         if sums.numel() == len(episodes):
             returns = sums.reshape(-1).numpy()
-    except KeyError:
-        pass  # rows without rewards
     reasons, lanes = episodes.reasons.numpy(), episodes.lanes.numpy()
     # Opening the storage cuts the episodes that were open at the save. They are shown as open.
     last = np.append(lanes[1:] != lanes[:-1], True)[: len(lanes)]
@@ -122,7 +121,15 @@ _SUFFIX: Final = ".memmap"
 
 def is_scratch(path: Path) -> bool:
     """Return whether a directory belongs to a memory-mapped storage."""
-    return (path / RECOVERY / "manifest.json").exists() or any(path.rglob(f"*{_SUFFIX}"))
+    return (path / RECOVERY / "manifest.json").exists() or any(_row_files(path))
+
+
+def _row_files(path: Path) -> Iterator[Path]:
+    """Yield the files of rows in a directory, without those of other buffers below it."""
+    for file in path.rglob(f"*{_SUFFIX}"):
+        folders = [each for each in file.parents if each.is_relative_to(path) and each != path]
+        if file.is_file() and not any((each / RECOVERY).is_dir() for each in folders):
+            yield file
 
 
 def scratch_facts(path: Path, most_bytes: int | None) -> tuple[Facts, Table]:
@@ -137,7 +144,7 @@ def scratch_facts(path: Path, most_bytes: int | None) -> tuple[Facts, Table]:
         CheckpointError: a file is missing or damaged. The message names it.
         RuntimeError: another process has the directory open.
     """
-    files = [file for file in path.rglob(f"*{_SUFFIX}") if file.is_file()]
+    files = list(_row_files(path))
     nbytes = sum(file.stat().st_size for file in files)
     if not (path / RECOVERY / "manifest.json").exists():
         names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:20])
@@ -248,25 +255,27 @@ def _episodes(
 def _checkpoint_buffer(saved: Checkpoint, content: Content) -> ReplayBuffer[Any, Any, Any, Any]:
     """Return a buffer with the rows of a checkpoint, which stay in the files."""
     manifest, writer = saved.manifest, saved.part("writer")
-    slots = manifest["max_size"]
-    storage = LazyTensorStorage(slots, ndim=manifest["ndim"])
+    once = [
+        path
+        for group in content.groups
+        for path, column in group.leaves.items()
+        if isinstance(column, ReferencedColumn) and column.kind == OBSERVATION
+    ]
+    key = manifest.get("lane_key")  # earlier releases did not save it
+    storage = LazyTensorStorage(
+        manifest["max_size"],
+        ndim=manifest["ndim"],
+        lane_key=None if key is None else tuple(key),
+        dedup_next=once or False,
+    )
     buffer = ReplayBuffer(storage=storage, writer=RoundRobinWriter())
     # Episodes depend only on the rows and their order. So a plain writer and sampler are enough,
     # and the rest of the saved state is ignored.
     state = {**writer, "_kind": buffer.writer.kind}
     with buffer._locked():
+        sampler, chain = saved_sampler(buffer.sampler), buffer._chain.state_dict()
         apply_state(
-            buffer,
-            BufferState(
-                content,
-                None,
-                state,
-                saved_sampler(buffer.sampler),
-                buffer._chain.state_dict(),
-                None,
-                [],
-                mapped=True,
-            ),
+            buffer, BufferState(content, None, state, sampler, chain, None, [], mapped=True)
         )
     return buffer
 

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from replaykit import (
+    EpisodeWriter,
+    LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
 )
+from replaykit.adapters import to_robomimic
 from replaykit.errors import CheckpointError
 from replaykit.inspection import kind_of, opened
+from replaykit.tools.stored_facts import opened_buffer
 
 
 def assert_statistics(facts, rows):
@@ -120,6 +124,48 @@ def test_facts_of_lanes_equal_the_rows(tmp_path, transitions):
         np.testing.assert_array_equal(action.episode(3, 9), lanes[1]["action"][5:])
 
 
+STREAMS = {
+    "ring": ({}, None),
+    "stored once": ({"dedup_next": True}, None),
+    "rings": ({}, lambda: LaneWriter(12)),
+    "whole episodes": ({}, lambda: EpisodeWriter()),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_episodes_of_streams_in_a_checkpoint_are_those_of_the_buffer(kind, tmp_path, transitions):
+    """Rows of several streams are interleaved, or lie in slots of their stream."""
+    options, writer = STREAMS[kind]
+    storage = LazyTensorStorage(36, lane_key="env", **options)
+    rb = ReplayBuffer(storage=storage, writer=writer and writer())
+    streams = [transitions(24, end=3 + n, seed=n) for n in range(3)]
+    for number, rows in enumerate(streams):
+        rows["next", "observation"][:-1] = rows["observation"][1:]
+        rows["env"] = torch.full((24,), number)
+    if kind == "whole episodes":
+        parts = [part for number, rows in enumerate(streams) for part in rows.split(3 + number)]
+        for number, rows in enumerate(parts):
+            rb.extend(rows.set("env", torch.full((len(rows),), number)))
+    else:
+        for step in range(24):
+            rb.extend(torch.stack([rows[step] for rows in streams]))
+    wanted = [(len(each), each.rows()["action"]) for each in rb.episodes]
+    with saved(rb, tmp_path) as (facts, table):
+        assert facts.episodes.lengths.tolist() == [length for length, _ in wanted]
+        np.testing.assert_allclose(facts.episodes.returns, rb.episodes.returns.flatten(), 1e-6)
+        for number, (length, action) in enumerate(wanted):
+            found = table.columns["action"].episode(number, length)
+            np.testing.assert_array_equal(found, action)
+    with h5py.File(exported(tmp_path / "saved", tmp_path / "a.hdf5")) as file:
+        for number, (_, action) in enumerate(wanted):
+            np.testing.assert_array_equal(file[f"data/demo_{number}/actions"], action)
+
+
+def exported(folder, target):
+    with opened_buffer(folder, kind_of(folder)) as rb:
+        return to_robomimic(rb, target)
+
+
 def test_facts_of_observations_stored_once_equal_the_rows(tmp_path, transitions):
     rows = transitions(20)
     rows["next", "observation"][:-1] = rows["observation"][1:]
@@ -184,6 +230,13 @@ def test_scratch_directory_without_records_suggests_recover(tmp_path, transition
         assert (facts.kind, facts.rows, facts.keys) == ("buffer", None, ())
         assert facts.nbytes == sum(f.stat().st_size for f in (tmp_path / "b").iterdir())
         assert "recover=True" in facts.warnings[0]
+
+
+def test_a_folder_of_buffers_is_no_buffer(tmp_path, transitions):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(30, scratch_dir=tmp_path / "b", recover=True))
+    rb.extend(transitions(5))
+    with pytest.raises(ValueError, match="holds none of them"):
+        kind_of(tmp_path)
 
 
 def test_a_damaged_manifest_names_its_file(tmp_path, transitions):

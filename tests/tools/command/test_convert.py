@@ -11,9 +11,11 @@ from typing import get_args, get_type_hints
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import replaykit.datasets
-from replaykit import LazyTensorStorage, ReplayBuffer
+from replaykit import LazyTensorStorage, ReplayBuffer, transition
+from replaykit.adapters import to_rlds
 from replaykit.datasets import Policies
 from tests.datasets.families import test_minari_arrow, test_rlds, test_zarr
 from tests.support import LoopbackHub
@@ -282,3 +284,17 @@ def test_folders_and_archives_are_recognized(name, command, tmp_path):
     done = command("convert", path, "--to", tmp_path / "other", "--layout", other)
     assert (done.code, "[V04]" in done.err) == (3, True), done
     assert not (tmp_path / "other").exists()
+
+
+def test_a_fault_of_a_table_is_counted_once(command, tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9))
+    x, ends = torch.arange(12.0).view(6, 2), torch.tensor([False, False, True] * 2)
+    x[1, 0] = torch.nan
+    rb.extend(transition(x, x, x[:, 0] * 0, x.roll(-1, 0), ends, ends & False, batch_size=6))
+    path = to_rlds(rb, tmp_path / "reach/1.0.0")
+    done = command("validate", path)
+    assert done.code == 1
+    assert "[V21]" in done.out
+    assert "ok     episodes  1 episode of layout rlds without a fault" in done.out
+    assert "1 wrong" in done.out
+    assert "texts:" not in command("inspect", path).out  # it has none
