@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,11 @@ def offline_error(subject: Subject) -> FileNotFoundError:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Return the cause if an error only states that a file cannot be located."""
+    """Return the cause if an error only states that a file was not located or replaced."""
     from huggingface_hub import errors as hub
 
-    cause = error.__cause__
-    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(cause, Exception):
+    cause, kinds = error.__cause__, (hub.LocalEntryNotFoundError, ValueError)
+    if isinstance(error, kinds) and isinstance(cause, Exception):
         return cause
     return error
 
@@ -384,21 +384,21 @@ def list_files(
 
     commit = revision if is_commit(revision) else retry.run(resolve, subject, never)
 
-    def tree() -> list[HubFile]:
+    def tree() -> HubListing:
         pages = partial(
             api.list_repo_tree, repo_id, recursive=True, revision=commit, repo_type="dataset"
         )
         # Directories have no size.
         entries = [entry for entry in collect(pages, retry.stall_s) if hasattr(entry, "size")]
-        return [_hub_file(entry) for entry in entries]
+        files = sorted(map(_hub_file, entries), key=lambda file: file.path)
+        return HubListing(repo_id, commit, subject.endpoint, tuple(files))
 
     listed = retry.run(tree, Subject(repo_id, commit, subject.endpoint), never)
     below = directory.strip("/") + "/" if directory.strip("/") else ""
-    chosen = [f for f in listed if f.path.startswith(below) and f.path.endswith(suffix)]
+    chosen = [f for f in listed.files if f.path.startswith(below) and f.path.endswith(suffix)]
     if not chosen:
-        raise FileNotFoundError(_nothing_there(subject, commit, below, suffix, listed))
-    chosen.sort(key=lambda file: file.path)
-    return HubListing(repo_id, commit, subject.endpoint, tuple(chosen))
+        raise FileNotFoundError(_nothing_there(subject, commit, below, suffix, listed.files))
+    return replace(listed, files=tuple(chosen))
 
 
 def fetch(
@@ -452,9 +452,14 @@ def fetch(
         return Subject(listing.repo_id, listing.commit, hub, file.path)
 
     def receive(file: HubFile, meter: Meter) -> str | None:
+        is_damaged = False
+
         def download() -> None:
-            # Another process may have completed the file since the last attempt.
-            is_damaged = entry(listing, file).exists() and problem(file) is not None
+            # Another process may have completed the file since the last attempt. If there is no
+            # entry, the content that it named may still be damaged.
+            nonlocal is_damaged
+            if entry(listing, file).exists():
+                is_damaged = problem(file) is not None
             _download(listing, hub, file, meter, token, is_damaged)
 
         retry.run(download, subject(file), meter.cancel)
@@ -521,7 +526,7 @@ def _hub_file(entry: Any) -> HubFile:
 
 
 def _nothing_there(
-    subject: Subject, commit: str, below: str, suffix: str, listed: list[HubFile]
+    subject: Subject, commit: str, below: str, suffix: str, listed: Iterable[HubFile]
 ) -> str:
     paths = [file.path for file in listed if file.path.endswith(suffix)]
     others = sorted({path.rpartition("/")[0] or "." for path in paths})

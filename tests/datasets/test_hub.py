@@ -296,6 +296,22 @@ def test_a_damaged_blob_that_an_older_commit_left_is_replaced(hub: Any) -> None:
     assert contents(fetch(only(listing_of(), A), retry=QUICK)) == [DATA[A]]
 
 
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_damaged_file_is_replaced_by_a_busy_server_or_the_error_names_its_answer(
+    hub: Any, method: str
+) -> None:
+    """The damaged content must not come back while the server is busy."""
+    listing = only(listing_of(), A)
+    (entry,) = fetch(listing, retry=QUICK)
+    hub.faults.append(Fault(path=A, method=method, status=503, times=2))
+    entry.write_bytes(b"x" * len(DATA[A]))
+    assert contents(fetch(listing, retry=QUICK)) == [DATA[A]]
+    hub.faults[:] = [Fault(path=A, method=method, status=503)]
+    entry.write_bytes(b"x" * len(DATA[A]))
+    with pytest.raises(DownloadError, match=r"HTTP 503; try again later"):
+        fetch(listing, retry=QUICK)
+
+
 def test_retry_after_is_honoured_and_bounded(hub: Any) -> None:
     listing = listing_of()
     busy = {"path": A, "method": "GET", "status": 503, "times": 1}

@@ -134,6 +134,7 @@ def test_missing_repository_revision_and_gate_have_different_errors(hub: Any) ->
 
 
 LEAVING = [{"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" * 40}]
+TWICE = [{"type": "file", "path": A, "size": size, "oid": "0" * 40} for size in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,7 @@ LEAVING = [{"type": "file", "path": f"{DOOR}/../../x.h5", "size": 1, "oid": "0" 
             for route in ("revision", "tree")
         ],
         ({"route": "tree", "body": json.dumps(LEAVING).encode()}, "expected a relative path", 1),
+        ({"route": "tree", "body": json.dumps(TWICE).encode()}, "revision .*got twice: .*door", 1),
         ({"route": "revision", "status": 503}, r"me/data.*http://127.*HTTP 503", QUICK.attempts),
     ],
 )
