@@ -21,12 +21,15 @@ from replaykit.datasets.families.lerobot_files import (
     Feature,
     LeRobotSet,
     arrow,
-    features_of,
+    episode_files,
     file_errors,
     file_name,
     json_lines,
+    json_object,
+    read_info,
     values_of,
 )
+from replaykit.datasets.sources import files_below
 from replaykit.errors import CorpusError
 from replaykit.filesystem import sync_tree
 
@@ -328,11 +331,12 @@ class Repair:
         self._folder = folder
         self.changes: list[str] = []
         self._files: dict[str, Any] = {}
-        with file_errors(folder / INFO):
-            self._info = json.loads((folder / INFO).read_text("utf-8"))
-            self._is_v3 = self._info["codebase_version"] == V3
-            features, _ = features_of(self._info["features"])
-            self._fps = float(self._info["fps"])
+        self._paths = {
+            path.relative_to(folder).as_posix(): path for path in files_below(folder / "meta", ())
+        }
+        self._info, features, _ = read_info(self._paths)
+        self._is_v3 = self._info["codebase_version"] == V3
+        self._fps = float(self._info["fps"])
         self._features = [each for each in features if not each.is_encoded]
         self._videos = [each.name for each in features if each.dtype == "video"]
         self._frames = _Frames(folder, self._features)
@@ -347,9 +351,8 @@ class Repair:
     # -- episodes ---------------------------------------------------------------------------------
 
     def _repair_v2(self) -> None:
-        path = self._folder / _EPISODES
-        with file_errors(path):
-            entries = json_lines(path)
+        entries = json_lines(self._paths, _EPISODES)
+        with file_errors(self._paths[_EPISODES]):
             for entry in entries:
                 number = entry["episode_index"]
                 chunk = number // self._info["chunks_size"]
@@ -357,10 +360,9 @@ class Repair:
                 run = self._frames.run(file_name(self._info, "data_path", **place), number)
                 self._set(_EPISODES, entry, "length", run[1] - run[0], f"episode {number}: ")
         self._put_lines(_EPISODES, entries)
-        path = self._folder / _STATS
-        if path.is_file():
-            with file_errors(path):
-                said = json_lines(path)
+        if _STATS in self._paths:
+            said = json_lines(self._paths, _STATS)
+            with file_errors(self._paths[_STATS]):
                 for entry in said:
                     number = entry["episode_index"]
                     real = self._frames.moments.get(number, {})
@@ -373,9 +375,8 @@ class Repair:
 
         self._count = self._total = 0
         at: dict[tuple[str, int, int], int] = {}
-        for path in sorted((self._folder / "meta/episodes").rglob("*.parquet")):
-            name = path.relative_to(self._folder).as_posix()
-            with file_errors(path):
+        for name in episode_files(self._paths):
+            with file_errors(path := self._paths[name]):
                 with arrow().ParquetFile(path) as file:
                     table = file.read()
                 entries = table.to_pylist()
@@ -439,6 +440,8 @@ class Repair:
                 entry[name] = _statistic(name, values, moments, entry[name])
 
     def _repair_totals(self) -> None:
+        if not self._total:
+            raise CorpusError(f"{self._folder / 'meta'}: no episode with frames is listed [V38]")
         info = self._info
         was = info.get("total_episodes")
         for name, value in (("total_episodes", self._count), ("total_frames", self._total)):
@@ -449,10 +452,8 @@ class Repair:
             if said == f"0:{was}":
                 self._set(INFO, splits, name, f"0:{self._count}")
         self._files[INFO] = json.dumps(info, indent=4, ensure_ascii=False)
-        path = self._folder / _TOTAL_STATS
-        if path.is_file():
-            with file_errors(path):
-                said = json.loads(path.read_text("utf-8"))
+        if _TOTAL_STATS in self._paths:
+            said = json_object(self._paths, _TOTAL_STATS)
             self._repair_stats(_TOTAL_STATS, said, self._frames.joined())
             self._files[_TOTAL_STATS] = json.dumps(said, indent=4)
 

@@ -159,23 +159,34 @@ def read_set(sources: Sources) -> LeRobotSet:
     # A folder above the data set is accepted if it holds nothing else.
     base = home.removesuffix(INFO)
     paths = {name.removeprefix(base): path for name, path in found.items()}
-    info = _json(paths, INFO)
+    info, features, left_out = read_info(paths)
+    read = _read_v3 if info["codebase_version"] == V3 else _read_v2
+    made = read(paths, info, features)
+    made.left_out.extend(left_out)
+    _check_numbers(made)
+    return made
+
+
+def read_info(
+    paths: Mapping[str, Path],
+) -> tuple[dict[str, Any], list[Feature], list[dict[str, str]]]:
+    """Return ``meta/info.json``, the features that become columns, and those that do not.
+
+    Raises:
+        CorpusError: the file is missing or malformed.
+    """
+    info = json_object(paths, INFO)
     with file_errors(paths[INFO]):
         version, fps = info["codebase_version"], float(info["fps"])
         if version not in (*_V2, V3):
             raise ValueError(f"version {version!r}, expected one of {[*_V2, V3]}")
         if not 0 < fps < float("inf"):
             raise ValueError(f"{fps} frames per second")
-        features, left_out = features_of(info["features"])
         if not isinstance(info.get("splits") or {}, dict):
             raise ValueError(f"splits is {info['splits']!r:.40}, expected an object")
-    if version == V3:
-        made = _read_v3(paths, info, features)
-    else:
-        made = _read_v2(paths, info, features)
-    made.left_out.extend(left_out)
-    _check_numbers(made)
-    return made
+        if version != V3 and _whole(info["chunks_size"]) < 1:
+            raise ValueError(f"chunks_size is {info['chunks_size']}, expected at least 1")
+        return (info, *_features_of(info["features"]))
 
 
 def _check_numbers(made: LeRobotSet) -> None:
@@ -189,7 +200,12 @@ def _check_numbers(made: LeRobotSet) -> None:
         raise CorpusError(f"{made.path(made.origins[0])}: a length or number is negative [V15]")
 
 
-def _json(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
+def json_object(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of the metadata.
+
+    Raises:
+        CorpusError: the file is missing or holds something else.
+    """
     with file_errors(_there(paths, name)):
         found = json.loads(paths[name].read_text("utf-8"))
         if not isinstance(found, dict):
@@ -197,29 +213,38 @@ def _json(paths: Mapping[str, Path], name: str) -> dict[str, Any]:
     return found
 
 
-def _lines(paths: Mapping[str, Path], name: str) -> list[dict[str, Any]]:
+def json_lines(paths: Mapping[str, Path], name: str) -> list[dict[str, Any]]:
+    """Return the objects of a file of the metadata that has one in each line.
+
+    Raises:
+        CorpusError: the file is missing, or a line is not an object.
+    """
     with file_errors(_there(paths, name)):
-        return json_lines(paths[name])
+        # splitlines() would also split texts at the other line ends of Unicode.
+        lines = paths[name].read_text("utf-8").split("\n")
+        found = [json.loads(line) for line in lines if line.strip()]
+        if not all(isinstance(each, dict) for each in found):
+            raise ValueError("a line is not an object")
+    return found
 
 
 def _there(paths: Mapping[str, Path], name: str) -> Path:
     if name not in paths:
-        raise CorpusError(f"{paths[INFO].parent.parent / name}: is missing [V05]")
+        path = paths[INFO].parent.parent / name
+        raise CorpusError(f"{path}: is missing, expected with this {INFO} [V05]")
     return paths[name]
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file that has one in each line.
+def episode_files(paths: Mapping[str, Path]) -> list[str]:
+    """Return the names of the files that describe the episodes of version 3, in order.
 
     Raises:
-        ValueError: a line is not an object.
+        CorpusError: there is no such file.
     """
-    # splitlines() would also split texts at the other line ends of Unicode.
-    lines = path.read_text("utf-8").split("\n")
-    found = [json.loads(line) for line in lines if line.strip()]
-    if not all(isinstance(each, dict) for each in found):
-        raise ValueError("a line is not an object")
-    return found
+    names = sorted(name for name in paths if name.startswith("meta/episodes/"))
+    if not names:
+        raise CorpusError(f"{paths[INFO].parent / 'episodes'}: holds no Parquet file [V05]")
+    return names
 
 
 def file_name(info: Mapping[str, Any], pattern: str, **place: Any) -> str:
@@ -246,8 +271,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def features_of(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, str]]]:
-    """Return the features that become columns, and those that do not."""
+def _features_of(said: Mapping[str, Any]) -> tuple[list[Feature], list[dict[str, str]]]:
     found, left_out = [], []
     missing = [name for name in INDEX if name not in said]
     if missing:
@@ -288,7 +312,7 @@ def _read_v2(
     paths: Mapping[str, Path], info: Mapping[str, Any], features: Sequence[Feature]
 ) -> LeRobotSet:
     name = "meta/episodes.jsonl"
-    entries = _lines(paths, name)
+    entries = json_lines(paths, name)
     with file_errors(paths[name]):
         entries.sort(key=lambda entry: _whole(entry["episode_index"]))
         numbers = np.array([_whole(entry["episode_index"]) for entry in entries], np.int64)
@@ -311,7 +335,7 @@ def _read_v2(
     stats: dict[str, dict[str, list[Any]]] = {}
     name = "meta/episodes_stats.jsonl"
     if name in paths:
-        said = _lines(paths, name)
+        said = json_lines(paths, name)
         with file_errors(paths[name]):
             known = {_whole(entry["episode_index"]): entry["stats"] for entry in said}
             for at, number in enumerate(numbers.tolist()):
@@ -321,13 +345,13 @@ def _read_v2(
                         own.setdefault(of, [None] * len(entries))[at] = value
     return LeRobotSet(
         paths, info, features, numbers, lengths, data, lengths.cumsum() - lengths, tasks, videos,
-        stats, _task_names(_lines(paths, "meta/tasks.jsonl"), paths["meta/tasks.jsonl"]),
+        stats, _task_names(json_lines(paths, "meta/tasks.jsonl"), paths["meta/tasks.jsonl"]),
         ["meta/episodes.jsonl"] * len(entries), _totals(paths),
     )  # fmt: skip
 
 
 def _totals(paths: Mapping[str, Path]) -> Mapping[str, Any] | None:
-    return _json(paths, "meta/stats.json") if "meta/stats.json" in paths else None
+    return json_object(paths, "meta/stats.json") if "meta/stats.json" in paths else None
 
 
 def _task_names(entries: Sequence[Mapping[str, Any]], path: Path) -> dict[int, str]:
@@ -353,10 +377,7 @@ def _read_v3(
             )
         ]
     task_names = _task_names(entries, path)
-    names = sorted(name for name in paths if name.startswith("meta/episodes/"))
-    if not names:
-        raise CorpusError(f"{paths[INFO].parent / 'episodes'}: holds no Parquet file [V05]")
-    parts = [_EpisodeFile(name, paths[name], info, features) for name in names]
+    parts = [_EpisodeFile(name, paths[name], info, features) for name in episode_files(paths)]
     made = LeRobotSet(
         paths, info, features,
         np.concatenate([part.numbers for part in parts]),

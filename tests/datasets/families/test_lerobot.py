@@ -335,6 +335,11 @@ def longer_video(path: Path) -> None:
     write_video(path, len(frames_of(path)[0]) + 1, 10, 0)
 
 
+def lost_episodes(folder: Path) -> None:
+    path = folder / "meta/episodes.jsonl"
+    (path if path.exists() else folder / EPISODES).unlink()
+
+
 FAULTS: dict[str, tuple[Fault, str, str]] = {
     "length": (seeded("length"), "V70", r"\d"),
     "huge length": (
@@ -379,6 +384,10 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "version": (of_info(lambda info: info.update(codebase_version="v9")), "V04", "v9"),
     "no tasks": (
         lambda folder: next((folder / "meta").glob("tasks.*")).unlink(), "V05", "tasks"
+    ),
+    "no episodes": (lost_episodes, "V05", "meta/episodes"),
+    "list of totals": (
+        lambda folder: (folder / "meta/stats.json").write_text("[]"), "V04", "stats.json: .*list"
     ),
 }  # fmt: skip
 """Name of a fault: how it is made, its rule, and a part of the message."""
@@ -482,6 +491,26 @@ def test_repair_changes_nothing_if_a_fault_remains(name: str, copied: Path) -> N
         with pytest.raises(CorpusError, match=FAULTS[name][1]):
             repair(copied)
         assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, rule, _) in FAULTS.items() if rule in ("V04", "V05")]
+)
+def test_repair_refuses_metadata_that_it_cannot_read(name: str, copied: Path) -> None:
+    fault, rule, text = FAULTS[name]
+    fault(copied)
+    with pytest.raises(CorpusError, match=rf"{copied}/.*({text}).*{rule}"):
+        repair(copied)
+
+
+def test_a_set_of_version_2_needs_chunks_and_listed_episodes(tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [3, 2], version="v2.1", cameras=[])
+    (tmp_path / "set/meta/episodes.jsonl").write_text("")
+    with pytest.raises(CorpusError, match=r"no episode with frames is listed \[V38\]"):
+        repair(tmp_path / "set")
+    of_info(lambda info: info.update(chunks_size=0))(tmp_path / "set")
+    with pytest.raises(CorpusError, match=r"info.json: .*chunks_size is 0, expected at least 1"):
+        convert(tmp_path / "set", LEROBOT, tmp_path / "data")
 
 
 def test_episodes_never_share_frames_of_a_video(tmp_path: Path) -> None:
