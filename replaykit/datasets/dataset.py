@@ -331,6 +331,11 @@ class BaseDatasetExperienceReplay(CorpusExperienceReplay[SamplerT]):
         return found
 
     def _flat(self) -> Published:
+        # Ids without files are refused before the lock of a conversion is created.
+        is_remote = type(self).sources == BaseDatasetExperienceReplay.sources
+        if is_remote and self.source is None and not self.data_path_root.exists():
+            with self._suggesting(self.dataset_id):
+                self._require_remote(self.dataset_id)
         if self.download is False:
             return self._require(self.data_path_root)
         if self.source is not None:
@@ -370,12 +375,6 @@ class LocalFilesReplay(BaseDatasetExperienceReplay[SamplerT]):
         if self.source is None and self.remote(self.dataset_id) is None:
             del found["source"]
         return found
-
-    def _flat(self) -> Published:
-        if self.source is None and not self.data_path_root.exists():
-            with self._suggesting(self.dataset_id):
-                self._require_remote(self.dataset_id)
-        return super()._flat()
 
 
 def _default_root(corpus: str) -> Path:

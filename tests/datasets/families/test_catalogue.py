@@ -133,8 +133,10 @@ def test_user_files_accept_any_id(tmp_path, family):
 def test_ids_that_are_no_text_or_name_no_repository_are_refused(tmp_path):
     with pytest.raises(ValueError, match=LEAVING):
         ManiSkillExperienceReplay(3, 2, root=tmp_path)
-    with pytest.raises(FileNotFoundError, match="'cart' names no repository"):
-        MinariExperienceReplay("cart", 2, root=tmp_path)
+    for download in (True, False):
+        with pytest.raises(FileNotFoundError, match="'cart' names no repository"):
+            MinariExperienceReplay("cart", 2, root=tmp_path, download=download)
+    assert list(tmp_path.iterdir()) == []  # no lock file
 
 
 def test_user_files_are_identified_by_their_content(tmp_path, monkeypatch):
