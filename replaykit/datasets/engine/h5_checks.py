@@ -114,7 +114,8 @@ class naming:
             return
         location = str(self._path) if self._where is None else f"{self._path}: {self._where}"
         if isinstance(error, CorpusError):
-            raise CorpusError(f"{location}: {error} [V03]") from error
+            rule = "" if " [V" in str(error) else " [V03]"
+            raise CorpusError(f"{location}: {error}{rule}") from error
         if isinstance(error, MemoryError):
             why = f"too large to read in one piece ({error})"
             raise CorpusError(f"{location}: {why} [V03]") from error
@@ -161,16 +162,15 @@ def links_of(node: Any) -> Iterator[tuple[bytes, str | None]]:
 
 
 def link_problem(node: Any, name: bytes) -> str | None:
-    """Return the reason why an entry of a group is not followed, or ``None``.
-
-    The result is ``None`` if the entry is followed or does not exist.
-    """
+    """Return the reason why an entry of a group cannot be followed, or ``None``."""
     import h5py
 
     try:
         info = node.links.get_info(name)
-    except KeyError:
-        return None
+    except RuntimeError:
+        if node.links.exists(name):
+            raise
+        return "is missing, expected by the layout [V12]"
     return None if info.type == h5py.h5l.TYPE_HARD else _why(info)
 
 
