@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -442,8 +443,7 @@ def _request(cache: DownloadCache, item: _Item, meter: Meter, timeout_s: float) 
     meter.begin(item)
     try:
         with _opened(Request(file.url, headers=headers), timeout_s) as response:
-            now = _validator(response)
-            if response.status == 206 and None not in (mark, now) and now != mark:
+            if response.status == 206 and mark is not None and not _is_marked(response, mark):
                 cache.forget_part(file)
                 raise ConnectionError("the server sends bytes of another version")
             _receive_body(cache, item, meter, response, start)
@@ -460,16 +460,21 @@ def _receive_body(
     cache: DownloadCache, item: _Item, meter: Meter, response: HTTPResponse, start: int
 ) -> None:
     file, size = item.file, item.file.size
-    coding = response.headers.get("Content-Encoding", "identity")
-    if coding != "identity":
+    if response.status not in (200, 206):
+        raise Refused(f"the server answered HTTP {response.status}, expected 200 or 206")
+    coding = response.headers.get("Content-Encoding", "")
+    if coding.lower() not in ("", "identity"):
         raise Refused(f"the server sends the coding {coding!r}, which was not requested")
+    rest = _length(response)
     if response.status == 206:
-        if _first(response) != start:
+        sent = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if sent is None or int(sent[1]) != start:
             cache.forget_part(file)
             raise ConnectionError("the server sends other bytes than requested")
+        if sent[2] != "*":  # the range may end before the file
+            rest = int(sent[2]) - start
     else:
         start = 0  # the server ignores ranges, or has another version
-    rest = _length(response)
     total = None if rest is None else start + rest
     if size is not None and total is not None and total != size:
         hint = text_hint(response.read(48))
@@ -518,18 +523,31 @@ def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
 
 
 def _validator(response: HTTPResponse) -> str | None:
-    """Return the ETag or else the date of a file; equal ones stand for equal bytes."""
-    etag = response.headers.get("ETag")
-    # Versions with equal weak validators may differ in bytes.
-    is_strong = etag and not etag.startswith("W/")
-    return etag if is_strong else response.headers.get("Last-Modified")
+    """Return the ETag or date of a file if it is strong: equal ones stand for equal bytes."""
+    etag, modified, now = (response.headers.get(name) for name in ("ETag", "Last-Modified", "Date"))
+    if etag is not None:
+        return None if etag.startswith("W/") else etag
+    # A file may change twice in the second of its date.
+    return modified if modified and now and _seconds(now) > _seconds(modified) else None
+
+
+def _is_marked(response: HTTPResponse, mark: str) -> bool:
+    """Return whether a part is of the version with a validator.
+
+    RFC 9110 requires the ETag in every answer with a part, but not the date.
+    """
+    now = response.headers.get("ETag" if mark.startswith('"') else "Last-Modified")
+    return now == mark or (now is None and not mark.startswith('"'))
+
+
+def _seconds(date: str) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return float("nan")
 
 
 def _length(response: HTTPResponse) -> int | None:
     value: Any = response.headers.get("Content-Length")
-    return int(value) if value is not None and value.isdigit() else None
-
-
-def _first(response: HTTPResponse) -> int | None:
-    match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    return int(match[1]) if match else None
+    is_stated = value is not None and value.isdecimal() and not response.chunked
+    return int(value) if is_stated else None

@@ -7,7 +7,10 @@ import hashlib
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +339,112 @@ def test_damaged_note_is_ignored(web: LoopbackHub, tmp_path: Path) -> None:
         web.clear_log()
         assert get(web, B, checked=False) == [DATA[B]]
         assert len(gets(web)) == 1
+
+
+# -- answers that RFC 9110 allows or forbids ------------------------------------------------------
+
+BODY = bytes(range(256)) * 40
+OLD, NEW = BODY, BODY[::-1]
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that downloads a file from a server with the given answers to GET."""
+    monkeypatch.setenv("REPLAYKIT_DOWNLOADS", str(tmp_path / "downloads"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    answers: list[Answer] = []
+    ranges: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            ranges.append(self.headers["Range"])
+            status, headers, body = answers.pop(0)
+            self.send_response_only(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *given: object) -> None: ...
+
+    def fetched(*given: Answer, **known: Any) -> tuple[bytes, list[str | None]]:
+        answers[:] = given
+        ranges.clear()
+        file = WebFile(f"http://127.0.0.1:{server.server_port}/a.bin", **known)
+        [path] = fetch_files([file], retry=AT_ONCE)
+        return path.read_bytes(), list(ranges)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield fetched
+        server.shutdown()
+
+
+def whole(body: bytes, upto: int | None = None, **headers: str) -> Answer:
+    """Return an answer with all bytes, which ends after ``upto`` bytes."""
+    return 200, {"Content-Length": str(len(body)), **headers}, body[:upto]
+
+
+def part(body: bytes, first: int, stop: int, total: object = "", **headers: str) -> Answer:
+    said = f"bytes {first}-{stop - 1}/{total or len(body)}"
+    length = str(stop - first)
+    return 206, {"Content-Length": length, "Content-Range": said, **headers}, body[first:stop]
+
+
+@pytest.mark.parametrize("known", [{}, {"size": len(BODY)}, {"sha256": sha256(BODY).hexdigest()}])
+def test_a_shorter_range_than_requested_is_continued(scripted: Any, known: Any) -> None:
+    tag = {"ETag": '"1"'}
+    first = whole(BODY, 1000, **tag)
+    found = scripted(first, part(BODY, 1000, 3000, **tag), part(BODY, 3000, 10240, **tag), **known)
+    assert found == (BODY, [None, "bytes=1000-", "bytes=3000-"])
+
+
+LATE = {"Date": "Tue, 15 Nov 1994 08:12:31 GMT"}
+DATED = {"Last-Modified": "Tue, 15 Nov 1994 08:12:30 GMT"}
+SAME_SECOND = {"Date": DATED["Last-Modified"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"ETag": '"1"'}, {"ETag": '"1"'}),
+        ({**DATED, **LATE}, {}),  # a 206 need not repeat the date
+        ({**DATED, **LATE}, {**DATED, **LATE}),
+    ],
+)
+def test_a_strong_validator_continues_a_download(scripted: Any, first: Any, second: Any) -> None:
+    rest = part(OLD, 1000, len(OLD), **second)
+    assert scripted(whole(OLD, 1000, **first), rest) == (OLD, [None, "bytes=1000-"])
+
+
+@pytest.mark.parametrize(
+    "first", [{**DATED, **SAME_SECOND}, DATED, {"ETag": 'W/"1"', **DATED, **LATE}]
+)
+def test_a_weak_validator_continues_no_download(scripted: Any, first: Any) -> None:
+    assert scripted(whole(OLD, 1000, **first), whole(NEW)) == (NEW, [None, None])
+
+
+@pytest.mark.parametrize("second", [{}, {"ETag": 'W/"1"'}, {"ETag": '"2"'}])
+def test_a_part_without_the_etag_of_the_first_answer_is_refused(scripted: Any, second: Any) -> None:
+    """Every 206 has the ETag of the whole file, so this server ignores If-Range."""
+    changed = part(NEW, 1000, len(NEW), **second)
+    found = scripted(whole(OLD, 1000, ETag='"1"'), changed, whole(NEW))
+    assert found == (NEW, [None, "bytes=1000-", None])
+
+
+@pytest.mark.parametrize("status", [202, 203, 204])
+def test_only_the_statuses_of_a_file_are_accepted(scripted: Any, status: int) -> None:
+    with pytest.raises(DownloadError, match=rf"a\.bin: the server answered HTTP {status}"):
+        scripted((status, {"Content-Length": "0"}, b""))
+
+
+@pytest.mark.parametrize("coding", ["Identity", ""])
+def test_names_of_codings_have_no_case(scripted: Any, coding: str) -> None:
+    assert scripted(whole(BODY, **{"Content-Encoding": coding}))[0] == BODY
+
+
+def test_the_length_of_a_chunked_body_is_that_of_its_chunks(scripted: Any) -> None:
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    headers = {"Transfer-Encoding": "chunked", "Content-Length": "7"}
+    assert scripted((200, headers, body))[0] == BODY
