@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from email.utils import parsedate
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -524,11 +524,13 @@ def _opened(request: Request, timeout_s: float) -> Iterator[HTTPResponse]:
 
 def _validator(response: HTTPResponse) -> str | None:
     """Return the ETag or date of a file if it is strong: equal ones stand for equal bytes."""
-    etag, modified, now = (response.headers.get(name) for name in ("ETag", "Last-Modified", "Date"))
+    etag = response.headers.get("ETag")
     if etag is not None:
         return None if etag.startswith("W/") else etag
+    modified = response.headers.get("Last-Modified", "")
+    then, now = parsedate(modified), parsedate(response.headers.get("Date", ""))
     # A file may change twice in the second of its date.
-    return modified if modified and now and _seconds(now) > _seconds(modified) else None
+    return modified if then and now and now > then else None
 
 
 def _is_marked(response: HTTPResponse, mark: str) -> bool:
@@ -538,13 +540,6 @@ def _is_marked(response: HTTPResponse, mark: str) -> bool:
     """
     now = response.headers.get("ETag" if mark.startswith('"') else "Last-Modified")
     return now == mark or (now is None and not mark.startswith('"'))
-
-
-def _seconds(date: str) -> float:
-    try:
-        return parsedate_to_datetime(date).timestamp()
-    except ValueError:
-        return float("nan")
 
 
 def _length(response: HTTPResponse) -> int | None:

@@ -452,15 +452,32 @@ def fetch(
         return Subject(listing.repo_id, listing.commit, hub, file.path)
 
     def receive(file: HubFile, meter: Meter) -> str | None:
+        import huggingface_hub
+
         is_damaged = False
 
         def download() -> None:
+            nonlocal is_damaged
+            meter.begin(file)
             # Another process may have completed the file since the last attempt. If there is no
             # entry, the content that it named may still be damaged.
-            nonlocal is_damaged
-            if entry(listing, file).exists():
+            path = entry(listing, file)
+            if path.exists():
                 is_damaged = problem(file) is not None
-            _download(listing, hub, file, meter, token, is_damaged)
+            if is_damaged:  # without links, the client would keep an entry that exists
+                path.unlink(missing_ok=True)
+            huggingface_hub.hf_hub_download(
+                repo_id=listing.repo_id,
+                filename=file.path,
+                repo_type="dataset",
+                revision=listing.commit,
+                cache_dir=cache_root(),
+                endpoint=hub,
+                etag_timeout=_etag_timeout_s(),
+                token=token,
+                force_download=is_damaged,
+                tqdm_class=meter.bar_class(file),
+            )
 
         retry.run(download, subject(file), meter.cancel)
         return problem(file)
@@ -478,29 +495,6 @@ def fetch(
         max_workers=max_workers,
     )
     return [entry(listing, file) for file in listing.files]
-
-
-def _download(
-    listing: HubListing, hub: str, file: HubFile, meter: Meter, token: str | None, is_damaged: bool
-) -> None:
-    """Fetch a file into the client's cache, and replace a damaged one."""
-    import huggingface_hub
-
-    meter.begin(file)
-    if is_damaged:  # without links, the client would keep an entry that exists
-        entry(listing, file).unlink(missing_ok=True)
-    huggingface_hub.hf_hub_download(
-        repo_id=listing.repo_id,
-        filename=file.path,
-        repo_type="dataset",
-        revision=listing.commit,
-        cache_dir=cache_root(),
-        endpoint=hub,
-        etag_timeout=_etag_timeout_s(),
-        token=token,
-        force_download=is_damaged,
-        tqdm_class=meter.bar_class(file),
-    )
 
 
 def _require_room(listing: HubListing) -> None:

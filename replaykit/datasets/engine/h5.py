@@ -151,8 +151,7 @@ class H5File:
         with self._naming(path):
             node = self._root
             for part in path.split("/"):
-                found = dict(links_of(node)).get(part.encode(), "")
-                if found is not None:
+                if link_problem(node, part.encode()) is not None:
                     return False
                 node = h5py.h5o.open(node, part.encode())
                 if not isinstance(node, h5py.h5g.GroupID):

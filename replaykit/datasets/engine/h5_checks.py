@@ -114,16 +114,15 @@ class naming:
             return
         location = str(self._path) if self._where is None else f"{self._path}: {self._where}"
         if isinstance(error, CorpusError):
-            rule = "" if " [V" in str(error) else " [V03]"
-            raise CorpusError(f"{location}: {error}{rule}") from error
-        if isinstance(error, MemoryError):
+            why = str(error)
+        elif isinstance(error, MemoryError):
             why = f"too large to read in one piece ({error})"
-            raise CorpusError(f"{location}: {why} [V03]") from error
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return
-        cause = str(error.args[-1] if error.args else error)
-        remedy = _remedy(cause, self._is_verified)
-        raise CorpusError(f"{location}: cannot be read ({cause}); {remedy} [V03]") from error
+        else:
+            cause = str(error.args[-1] if error.args else error)
+            why = f"cannot be read ({cause}); {_remedy(cause, self._is_verified)}"
+        raise CorpusError(f"{location}: {why}" + ("" if " [V" in why else " [V03]")) from error
 
 
 def _remedy(cause: str, is_verified: bool) -> str:
@@ -167,11 +166,11 @@ def link_problem(node: Any, name: bytes) -> str | None:
 
     try:
         info = node.links.get_info(name)
+        return None if info.type == h5py.h5l.TYPE_HARD else _why(info)
     except RuntimeError:
         if node.links.exists(name):
             raise
-        return "is missing, expected by the layout [V12]"
-    return None if info.type == h5py.h5l.TYPE_HARD else _why(info)
+    return "is missing, expected by the layout [V12]"
 
 
 def _why(info: Any) -> str:

@@ -410,21 +410,12 @@ class IsaacLabLayout(Layout):
         group = DEMONSTRATIONS.select(file.members("data"), location, self.name, is_inside=True)
         # An episode without its first state is reported when it is read, so that only it is
         # skipped.
-        states: set[str] = set()
-        lacking: dict[str, Location] = {}
-        complete: set[str] = set()
-        for name in group.episodes.groups:
-            leaves = {leaf.path for leaf in file.leaves(name)}
-            mine = sorted(path for path in leaves if path.startswith("states/"))
-            for path in mine:
-                if _first_of(path) in leaves:
-                    complete.add(path)
-                else:
-                    lacking.setdefault(path, location.at(group=name, key=_first_of(path)))
-            states.update(mine)
-        for path in lacking.keys() - complete:
-            text = f"the state before the first action is missing, but {path} is there"
-            raise lacking[path].error(text, "V12")
+        states = {
+            leaf.path
+            for name in group.episodes.groups
+            for leaf in file.leaves(name)
+            if leaf.path.startswith("states/")
+        }
         pairs = tuple((path, Preceded("states", "initial_state")) for path in sorted(states))
         return replace(self, decoders=pairs)
 
@@ -467,11 +458,6 @@ class IsaacLabLayout(Layout):
 
 
 ISAACLAB: Final = IsaacLabLayout()
-
-
-def _first_of(path: str) -> str:
-    """Return the path of the first state that precedes the states of a dataset."""
-    return path.replace("states/", "initial_state/", 1)
 
 
 def _success(said: Any, location: Location) -> int:
