@@ -271,7 +271,7 @@ def open_image(encoded: Any, where: str) -> Iterator[Any]:
             encoded = np.asarray(encoded, np.uint8).tobytes()
         with Image.open(io.BytesIO(encoded)) as image:
             yield image
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         if isinstance(error, CorpusError):
             raise
         raise CorpusError(

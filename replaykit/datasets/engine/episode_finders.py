@@ -263,15 +263,14 @@ class Segments:
                 "V04",
             )
         records = clock.shape[0]
-        cut = np.zeros(records, np.bool_)
-        terminated = np.zeros(records, np.bool_)
+        cut, terminated = np.zeros((2, records), np.bool_)
         for entry in layout.fields:
             if not entry.is_end or (entry.name not in leaves and not entry.required):
                 continue
             if entry.name not in leaves:
                 raise location.at(key=entry.name).error("the required key is missing", "V12")
             at = location.at(key=entry.name)
-            for start, block in _flags(file, leaves[entry.name], records, at, block_bytes):
+            for start, block in _flags(file, leaves[entry.name], clock, at, block_bytes):
                 cut[start : start + len(block)] |= block
                 if entry.role == "terminated":
                     terminated[start : start + len(block)] |= block
@@ -312,22 +311,23 @@ class Segments:
 
 
 def _flags(
-    file: H5File, leaf: H5Leaf, records: int, location: Location, block_bytes: int
+    file: H5File, leaf: H5Leaf, clock: H5Leaf, at: Location, block_bytes: int
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
     """Yield blocks ``[n]`` of a flag as bool, each with the index of its first record."""
     if leaf.problem is not None:
-        raise location.error(f"cannot be a column: {leaf.problem}", "V10")
+        raise at.error(f"cannot be a column: {leaf.problem}", "V10")
+    records = clock.shape[0]
     if leaf.shape[:1] != (records,):
-        raise location.error(f"has shape {list(leaf.shape)}, expected {records} records", "V11")
+        raise at.error(f"has shape {[*leaf.shape]}, but {clock.path!r} {[*clock.shape]}", "V11")
     width = int(np.prod(leaf.shape[1:]))
     if records and width != 1:
-        raise location.error(f"has {width} numbers per record, expected one", "V10")
+        raise at.error(f"has {width} numbers per record, expected one", "V10")
     step = max(1, block_bytes // np.dtype(leaf.dtype).itemsize)
     for start in range(0, records, step):
         block = file.read(leaf.path, start, min(start + step, records)).reshape(-1)
         if block.dtype.kind in "fc" and not np.isfinite(block).all():
             record = start + int(np.argmin(np.isfinite(block)))
-            raise location.at(record=record).error("the flag holds NaN or infinity", "V30")
+            raise at.at(record=record).error("the flag holds NaN or infinity", "V30")
         yield start, block != 0
 
 

@@ -91,3 +91,14 @@ def test_image_that_is_cut_short_is_named(tmp_path, quietly):
         file["observations/images/top"][2, 200:] = 0
     with pytest.raises(CorpusError, match=r"observations/images/top, record 2: is not an image"):
         quietly(path, ALOHA)
+
+
+@pytest.mark.parametrize("dtype", [[("a", "f4"), ("b", "i4")], h5py.ref_dtype])
+def test_objects_that_are_no_images_are_named(tmp_path, quietly, dtype):
+    path = CORPUS.write(tmp_path)
+    with h5py.File(path, "a") as file:
+        del file["observations/images/top"]
+        file.create_dataset("observations/images/top", 5, dtype)
+    message = rf"{path}: observations/images/top, record 0: is not an image"
+    with pytest.raises(CorpusError, match=message):
+        quietly(path, ALOHA)

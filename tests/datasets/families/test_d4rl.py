@@ -20,7 +20,7 @@ from replaykit.errors import CorpusError
 from replaykit.inspection import guess_layout
 from tests.datasets.converted import growth, needs_proc
 from tests.datasets.mutated.corpora import leaves
-from tests.datasets.trials import assert_ted
+from tests.datasets.trials import assert_ted, write_steps
 from tests.datasets.trials import quietly as quiet_dataset
 
 
@@ -339,4 +339,12 @@ def test_parts_that_are_missing_or_unequal_are_named(tmp_path, quietly, lost, sa
         for name in lost:
             del file["virtual"][name]
     with pytest.raises(CorpusError, match=rf"a\.hdf5: {said}"):
+        quietly(path, D4RL)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_actions_of_another_length_than_the_flags_are_named(tmp_path, quietly, change):
+    path = write_steps(tmp_path / "a.hdf5", actions=np.zeros((4 + change, 2), np.float32))
+    message = rf"terminals: has shape \[4\], but 'actions' \[{4 + change}, 2\] \[V11\]"
+    with pytest.raises(CorpusError, match=message):
         quietly(path, D4RL)
