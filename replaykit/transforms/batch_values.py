@@ -236,8 +236,8 @@ def last_real(around: Surroundings) -> Array:
     own = np.arange(count)
     if not count:
         return own
-    ends = np.append(around.window[1:] != around.window[:-1], True)
-    stop = np.minimum.accumulate(np.where(ends, own, count)[::-1])[::-1]
+    ends = np.append(around.window[1:] != around.window[:-1], True).nonzero()[0]
+    stop = ends[np.searchsorted(ends, own)]
     if around.mask is None:
         return stop
     found = np.maximum.accumulate(np.where(around.mask, own, -1))[stop]

@@ -277,6 +277,9 @@ def test_bootstrap_of_padded_windows_and_other_signals() -> None:
     windows = [[1, 2, -1], [-1, 0, 1], [-1, -1, 2]]
     batch = drawn_windows(own.buffer, Bootstrap(per_window=True), windows)
     assert batch["bootstrap"].view(3, 3).tolist() == [[False] * 3, [True] * 3, [False] * 3]
+    for number, wanted in ((2, False), (3, True)):
+        single = drawn_windows(own.buffer, Bootstrap(per_window=True), [[number]])
+        assert single["bootstrap"].tolist() == [[wanted]]
     batch = drawn_windows(own.buffer, Bootstrap(), windows)
     assert batch["bootstrap"].flatten().tolist() == [
         True, False, False, False, True, True, False, False, False,
