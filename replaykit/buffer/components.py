@@ -187,7 +187,7 @@ def set_chain(buffer: ReplayBuffer, chain: Compose) -> None:
     check_transforms_of(buffer._sampler, chain)
     buffer._chain = chain
     buffer._draw_chain = chain_of_draws(buffer, buffer._storage, chain)
-    buffer._needs = needs_of(list(buffer._draw_chain))
+    buffer._needs = buffer._sample_unit.anchor_needs(needs_of(list(buffer._draw_chain)))
     buffer._listening = chain.checking_writes
 
 

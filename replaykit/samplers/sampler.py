@@ -476,6 +476,10 @@ class SampleUnit(Uncompiled, ABC):
         """Return the episode index that cuts the windows; None for the sampler's index."""
         return None
 
+    def anchor_needs(self, needs: Needs) -> Needs:
+        """Return the needs of a drawn row, given those of the rows that it is expanded into."""
+        return needs
+
     @property
     def info_keys(self) -> tuple[Any, ...]:
         """The info keys that every batch has. The key of generations is not included."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from replaykit.episodes import BoundaryRule, EpisodeIndex
+from replaykit.episodes import BoundaryRule, EpisodeIndex, Needs
 from replaykit.keywords import one_of, whole_number
 from replaykit.samplers.sampler import Sampler, SampleUnit
 from replaykit.storages import Storage
@@ -139,6 +140,18 @@ class Sequence(SampleUnit):
             )
         if storage.initialized:
             _check_content(storage)
+
+    def anchor_needs(self, needs: Needs) -> Needs:
+        """Return the needs of an anchor: those of the first and the last row of its window."""
+        before, after = -int(self._offsets[0]), int(self._offsets[-1])
+        if self.episode_boundary == "stop":
+            before += after  # the window may move back that far
+        return replace(
+            needs,
+            past=needs.past and needs.past + before,
+            open_future=needs.open_future and needs.open_future + after,
+            future=needs.future and needs.future + after,
+        )
 
     def expand(
         self,

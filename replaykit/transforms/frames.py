@@ -541,8 +541,8 @@ class StepCount(HistoryTransform):
     """A transform that adds the count of earlier steps of the episode.
 
     The count is int64 ``[B, 1]``. It includes the first rows of the episode even if these rows were
-    overwritten. If the buffer received only the later part of an episode, the count begins with
-    that part. Padding rows have 0.
+    overwritten. If the buffer received only the later part of an episode, or if other streams have
+    overwritten all rows of the episode, the count begins with the next part. Padding rows have 0.
 
     Args:
         key: key of the count.

@@ -15,13 +15,16 @@ from tensordict import TensorDict
 from replaykit import (
     LazyTensorStorage,
     ListStorage,
+    NStep,
     PreviousStep,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     Sampler,
     Sequence,
+    Shift,
     SliceSampler,
+    StackFrames,
     TensorStorage,
     Transition,
 )
@@ -223,6 +226,42 @@ def test_with_transforms_that_read_around() -> None:
     valid = data["validity_mask"]
     before = torch.where(first, -1, step - 1)
     assert torch.equal(data["previous_step"].reshape(-1)[valid], before[valid])
+
+
+@pytest.mark.parametrize(
+    ("transform", "ended", "boundary", "anchors"),
+    [
+        (StackFrames(["step"], 3), [15, 19], "pad", range(10, 20)),
+        (StackFrames(["step"], 3), [15, 19], "stop", range(12, 20)),  # it may move back by two
+        (Shift("step", 1), [15, 19], "pad", [*range(6, 13), 16]),
+        (Shift("step", 1), [15, 19], "stop", [*range(6, 13), 16]),
+        (NStep(2, 1.0, on_open="exclude"), [15], "pad", range(6, 17)),
+    ],
+)
+def test_all_rows_of_a_window_have_the_neighbours_that_transforms_need(
+    transform: Any, ended: list[int], boundary: str, anchors: Any
+) -> None:
+    """Rows 6 to 19 are stored, in episodes that end at some of them."""
+    unit = Sequence(3, boundary, burn_in=2)
+    rb = ReplayBuffer(storage=LazyTensorStorage(14), sample_unit=unit, transform=transform)
+    data = rows([int(step in ended) for step in range(20)])
+    data["next", "reward"] = data["step"].float()
+    rb.extend(data)
+    drawn = set()
+    for _ in range(200):
+        batch = rb.sample(2)
+        slot = batch["anchor_index"]
+        drawn |= set(torch.where(slot < 6, slot + 14, slot).tolist())
+        for row in batch[batch["validity_mask"]]:
+            step = row["step"].reshape(-1)[-1]
+            if isinstance(transform, StackFrames):
+                begin = 16 if step > 15 else 0
+                assert row["step"].tolist() == [max(int(step) - k, begin) for k in (2, 1, 0)]
+            elif isinstance(transform, Shift):
+                assert row["step+1"] == step + 1
+            else:
+                assert row["steps_used"] == (1 if step == 15 else 2)
+    assert drawn == {*anchors}
 
 
 def test_an_index_of_another_key_follows_writes() -> None:
