@@ -451,7 +451,7 @@ class ReturnToGo(Transform):
         read = storage.require().gather_keys(
             [self.boundary, RETURN_VALID], torch.from_numpy(element)
         )
-        flag, valid = (_any(read[key]) for key in (self.boundary, RETURN_VALID))
+        flag, valid = (is_set(read[key], 1).cpu().numpy() for key in (self.boundary, RETURN_VALID))
         element = element[flag & ~(valid & known_only)]
         time, lane = index.time_and_lane(element)
         order = np.lexsort((time, lane))
@@ -549,7 +549,7 @@ class ReturnToGo(Transform):
         stops = np.zeros(len(sums), bool)
         flag = leaves.get(self.boundary)
         if flag is not None:
-            stops = _any(flag)
+            stops |= is_set(flag, 1).cpu().numpy()
         if value is not None:
             on = ~stops[last]  # no value is added after a boundary
             sums[last[on]] += self.gamma * value[on]
@@ -579,7 +579,7 @@ class ReturnToGo(Transform):
         known = np.repeat(ended, rows)
         if self.boundary != TERMINATED and self.boundary in leaves:
             # Rows up to the last boundary of their episode: those from which one follows.
-            flag = _any(leaves[self.boundary])
+            flag = is_set(leaves[self.boundary], 1).cpu().numpy()
             stop = np.repeat(np.cumsum(rows), rows)
             upto = np.append(0, np.cumsum(flag))
             known |= upto[stop] > upto[np.arange(len(stop))]
@@ -610,12 +610,6 @@ def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) 
         elif kind is ChangeKind.EDIT:
             outdated |= columns is None or not columns.isdisjoint(paths)
     return outdated
-
-
-def _any(flag: torch.Tensor) -> Array:
-    """Return whether any value of each row is set, bool ``[n]``."""
-    found: Array = (flag != 0).reshape(len(flag), -1).any(1).cpu().numpy()
-    return found
 
 
 def _under_next(storage: ColumnStorage) -> list[Path]:

@@ -89,7 +89,8 @@ class Compose(Transform):
 
     Args:
         transforms: callables, or objects with ``forward`` or ``inv``. A ``Compose`` stands for its
-            transforms.
+            transforms. An object of a subclass is one transform. Its transforms must not read other
+            rows or follow writes.
         order: treatment of a transform that is placed before a transform of an earlier ``stage``.
             The later transform reads stored values, so it would mix stored values with transformed
             values. "strict": raise an error. "auto": sort transforms by stage, and keep the order
@@ -97,7 +98,8 @@ class Compose(Transform):
 
     Raises:
         RuntimeError: a transform is not callable and has neither ``forward`` nor ``inv``.
-        ValueError: stages are out of order, or ``order`` is unknown.
+        ValueError: stages are out of order, ``order`` is unknown, or a transform in an object of a
+            subclass reads other rows or follows writes.
 
     Example:
         >>> from replaykit import Compose
@@ -127,7 +129,7 @@ class Compose(Transform):
         """Add a transform before position ``index``; negative ones count from the end.
 
         Raises:
-            RuntimeError: as ``append`` does.
+            RuntimeError, ValueError: as for the arguments of the constructor.
             IndexError: the position does not exist.
         """
         _check_transform(transform)
@@ -136,6 +138,13 @@ class Compose(Transform):
         added = [_Entry(transform, invert)]
         if type(transform) is Compose:  # the chain knows only its direct entries as readers
             added = [_Entry(one.transform, one.invert != invert) for one in transform.entries]
+        elif isinstance(transform, Compose) and (
+            transform.reads_around or transform.checking_writes
+        ):
+            raise ValueError(
+                f"expected transforms that read other rows or follow writes in a Compose, got "
+                f"{transform!r} in a {type(transform).__name__}, which stays one transform"
+            )
         entries = self.entries.copy()
         entries[index:index] = reversed(added) if invert else added
         self._set_entries(_in_order(entries, self.order))
@@ -284,7 +293,7 @@ class Compose(Transform):
         """Raise ValueError if a state belongs to no transform of the chain."""
         if not isinstance(state_dict, dict):
             raise ValueError(f"expected a dict with the states of transforms, got {state_dict!r}")
-        for key in state_dict:
+        for key in self._by_position(state_dict):
             target = self[int(key)] if str(key).isdigit() and int(key) < len(self) else None
             if not callable(getattr(target, "load_state_dict", None)):
                 raise ValueError(
@@ -295,14 +304,38 @@ class Compose(Transform):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of every transform. Raises ValueError as ``check_state`` does."""
         self.check_state(state_dict)
-        for key, state in state_dict.items():
+        for key, state in self._by_position(state_dict).items():
             self[int(key)].load_state_dict(state)
+
+    def _by_position(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return states by position, also those of 0.1.0, which did not flatten a Compose."""
+        if not any(map(_is_of_chain, states.values())):
+            return states
+        single, own = [*_single_states(states)], self.state_dict()
+        # A subclass stays one transform with such a state. Inverted chains are flattened backwards.
+        one_by_one = len(single) == len(own) and not any(map(_is_of_chain, own.values()))
+        if not one_by_one or any(entry.invert for entry in self.entries):
+            return states
+        return dict(zip(own, single, strict=True))
 
     def __repr__(self) -> str:
         inside = ", ".join(
             f"{entry.transform!r}{' (inverted)' if entry.invert else ''}" for entry in self.entries
         )
         return f"Compose({inside})"
+
+
+def _is_of_chain(state: Any) -> bool:
+    """Return whether a state is that of a chain: dicts by position."""
+    known = isinstance(state, dict) and bool(state)
+    return known and all(str(key).isdigit() and isinstance(state[key], dict) for key in state)
+
+
+def _single_states(states: dict[str, Any]) -> Iterator[Any]:
+    """Yield the states of the transforms in a chain and in the chains inside it, in order."""
+    for key in sorted(states, key=int):
+        state = states[key]
+        yield from _single_states(state) if _is_of_chain(state) else [state]
 
 
 def _is_ordered(transform: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from replaykit import (
     ReplayBuffer,
     RewardScale,
     RunningNorm,
+    StackFrames,
     Transform,
     Windows,
 )
@@ -288,6 +290,34 @@ def test_states_are_found_by_position() -> None:
     twin = Compose(abs, Counts(), abs, Counts())
     twin.load_state_dict(state)
     assert [int(twin[i].seen) for i in (1, 3)] == [1, 2]
+
+
+class Whole(Compose):
+    """Stays one transform of a chain, as every Compose did in version 0.1.0."""
+
+
+def test_a_checkpoint_of_nested_chains_loads_into_a_flat_one(tmp_path: Path) -> None:
+    def buffer(*transforms: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(5), transform=Compose(*transforms))
+
+    counts = [Counts() for _ in range(3)]
+    saved = buffer(counts[0], Whole(abs, Whole(counts[1])), abs, counts[2])
+    saved.extend(torch.arange(3))
+    for number, one in enumerate(counts):
+        one.seen += 5 * number
+    saved.dumps(tmp_path)
+    for flat in (True, False):
+        loaded = [Counts() for _ in range(3)]
+        inner = [abs, Compose(loaded[1])] if flat else [Whole(abs, Whole(loaded[1]))]
+        buffer(loaded[0], *inner, abs, loaded[2]).loads(tmp_path)
+        assert [int(one.seen) for one in loaded] == [0, 5, 10]
+    refuses(ValueError, "at position 3, got none", buffer(Counts(), Counts()).loads, tmp_path)
+
+
+def test_a_subclass_with_transforms_that_follow_writes_is_refused() -> None:
+    for one in (RunningNorm(["x"]), StackFrames(["x"], 2)):
+        refuses(ValueError, "in a Whole, which stays one transform", Compose, abs, Whole(one))
+    assert len(Compose(Whole(abs, abs))) == 1
 
 
 @pytest.mark.parametrize(
