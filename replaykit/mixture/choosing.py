@@ -515,7 +515,10 @@ class SamplerEnsemble(Sampler):
         samplers = self.samplers
         if isinstance(numbers, int):
             return samplers[numbers]
-        return SamplerEnsemble(*(samplers[number] for number in numbers), **self.arguments(numbers))
+        some = (samplers[number] for number in numbers)
+        made = SamplerEnsemble(*some, **self.arguments(numbers))
+        made.weights.load_state_dict(self.weights.state_of(numbers))
+        return made
 
     def arguments(self, numbers: list[int]) -> dict[str, Any]:
         """Return the arguments of a SamplerEnsemble like this one, of some of the members."""

@@ -690,7 +690,10 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
         mixture = self._mixture
         members = [self._members[number] for number in numbers]
         depth, generator = mixture.depth, mixture.generator
-        return type(self)(*members, **self._arguments(numbers), prefetch=depth, generator=generator)
+        arguments = self._arguments(numbers)
+        made = type(self)(*members, **arguments, prefetch=depth, generator=generator)
+        made.sampler.weights.load_state_dict(self.sampler.weights.state_of(numbers))
+        return made
 
     def _arguments(self, numbers: list[int]) -> dict[str, Any]:
         """Return the arguments of an ensemble like this one, of some of the members."""
@@ -878,8 +881,8 @@ class ReplayBufferEnsemble(Loading[DataT], BatchStreams):
     def _carried(self, known: dict[int, Any]) -> Any:
         arguments = {**self._arguments([*range(self.num_members)]), "pin_memory": False}
         readers = [for_readers(member, known) for member in self._members]
-        # A list, because a tensor would be moved to shared memory.
-        weights = {**self.sampler.weights.state_dict(), "_p": arguments["p"]}
+        # It has no tensors, because a tensor would be moved to shared memory.
+        weights = self.sampler.weights.state_of([*range(self.num_members)])
         return MixtureReader(readers, arguments, weights)
 
     def _copied_buffers(self) -> list[ReplayBuffer]:

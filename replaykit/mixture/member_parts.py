@@ -520,6 +520,11 @@ class MemberWeights:
             "_since": self.since,
         }
 
+    def state_of(self, numbers: list[int]) -> dict[str, Any]:
+        """Return the state for weights that were made with ``arguments(numbers)``."""
+        since = None if self.since is None else [self.since[number] for number in numbers]
+        return {**self.state_dict(), "_p": self.arguments(numbers)["p"], "_since": since}
+
     def check_state(self, state: Any) -> _State:
         """Return a saved state; raise ValueError if it is not that of such weights."""
         found = decode_state(_State, state, "the state of an ensemble's weights")

@@ -49,12 +49,17 @@ def one_step_key(reward_key: Path) -> Path:
     return (*reward_key[:-1], f"{reward_key[-1]}_1")
 
 
-def summable(reward: torch.Tensor) -> torch.Tensor:
-    """Return rewards in the dtype of their discounted sum.
+def sum_dtype(reward: torch.Tensor) -> torch.dtype:
+    """Return the dtype of sums of rewards.
 
     Floating rewards keep their dtype. Other rewards are converted to torch's default dtype.
+
+    Raises:
+        TypeError: the rewards are complex.
     """
-    return reward if reward.dtype.is_floating_point else reward.to(torch.get_default_dtype())
+    if reward.is_complex():
+        raise TypeError(f"expected real rewards, got {reward.dtype}")
+    return reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
 
 
 def is_set(flag: torch.Tensor, rows: int) -> torch.Tensor:
@@ -262,7 +267,8 @@ class ReturnToGo(Transform):
         reward: key of the rewards, ``[*F]`` per row; each number is summed separately.
 
     Raises:
-        TypeError: an argument is not a number or a key; on write, data is not a TensorDict.
+        TypeError: an argument is not a number or a key; on write, data is not a TensorDict, or
+            rewards are complex.
         ValueError: ``gamma`` is outside [0, 1]; ``reward_clip`` has min above max; ``on_truncated``
             is unknown; "bootstrap" is given without ``value``, or ``value`` without "bootstrap";
             values and rewards differ in shape.
@@ -353,9 +359,8 @@ class ReturnToGo(Transform):
         if isinstance(self.value, tuple):
             needed.append(self.value)
         reward = require(data, needed, self)[self.reward]
-        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
         data = data.copy()
-        data.set(self.key, torch.full_like(reward, self.default, dtype=dtype))
+        data.set(self.key, torch.full_like(reward, self.default, dtype=sum_dtype(reward)))
         shape = (*data.batch_size, 1)
         data.set(RETURN_VALID, torch.zeros(shape, dtype=torch.bool, device=reward.device))
         return data
@@ -554,8 +559,7 @@ class ReturnToGo(Transform):
             on = ~stops[last]  # no value is added after a boundary
             sums[last[on]] += self.gamma * value[on]
         stops[last] = True
-        dtype = reward.dtype if reward.dtype.is_floating_point else torch.get_default_dtype()
-        return torch.from_numpy(discounted_returns(sums, stops, self.gamma)).to(dtype)
+        return torch.from_numpy(discounted_returns(sums, stops, self.gamma)).to(sum_dtype(reward))
 
     def edited(self, episodes: EditedEpisodes) -> None:
         """Recompute the returns of episodes that a ``TrajectoryTransform`` has edited."""

@@ -39,7 +39,7 @@ from replaykit.transforms.discounting import (
     open_by_reason,
     powers,
     steps_and_gamma,
-    summable,
+    sum_dtype,
 )
 from replaykit.transforms.history import (
     Around,
@@ -93,7 +93,8 @@ class NStepWriting(Transform):
     Raises:
         ValueError: ``n`` is below 1, or ``gamma`` is outside ``[0, 1]``; on write, rows do not fit
             the rows held back, or ``time_dim`` is not a dimension of the rows.
-        TypeError: an argument is not a key or a number; on write, the data is not a TensorDict.
+        TypeError: an argument is not a key or a number; on write, the data is not a TensorDict, or
+            rewards are complex.
         KeyError: on write, the reward is absent. After an error on write nothing has changed.
 
     Cost: ``log2(n)`` passes over the rewards, and one pass over the leaves under ``next``.
@@ -216,7 +217,7 @@ class NStepWriting(Transform):
             known = known.reshape(length, -1).all(1)
             ready = int(known.long().cumprod(0).sum())
         reward = leaves[self.reward_key]
-        sums = discounted_sums(summable(reward), ahead, self.gamma, self.n)[:ready]
+        sums = discounted_sums(reward.to(sum_dtype(reward)), ahead, self.gamma, self.n)[:ready]
         steps = ahead.clamp(max=self.n - 1)[:ready]
         last = time[:ready] + steps
         made = rows.narrow(dim, 0, ready).copy()
@@ -363,7 +364,7 @@ class NStep(HistoryTransform):
         ValueError: ``n`` is below 1, ``gamma`` is outside ``[0, 1]``, ``on_open`` or ``when`` is
             unknown, or arguments cannot be combined; on read, an earlier transform has made leaves
             under ``next``, or with ``per_step`` rows of a window do not follow each other.
-        TypeError: an argument is not a key or a number.
+        TypeError: an argument is not a key or a number; on read, rewards are complex.
         KeyError: on read, the reward is absent.
 
     Cost: for each row, a read of ``n`` rewards and one ``next``. With ``per_step``, nothing is
@@ -548,7 +549,7 @@ class NStep(HistoryTransform):
 
         The rewards are ``[B, m, *F]``.
         """
-        rewards = summable(rewards)
+        rewards = rewards.to(sum_dtype(rewards))
         width = rewards.shape[1]
         if width == 1 or not self.gamma:
             return rewards[:, 0]
@@ -567,7 +568,7 @@ class NStep(HistoryTransform):
         ended = torch.stack([is_set(flag, 1) for flag in done]).any(0) if done else None
         ahead = rows_ahead(around, None if ended is None else ended.cpu().numpy())
         reach = as_tensor_like(ahead, own)
-        sums = discounted_sums(summable(own), reach, self.gamma, self.n)
+        sums = discounted_sums(own.to(sum_dtype(own)), reach, self.gamma, self.n)
         steps = ahead if self.n is None else np.minimum(ahead, self.n - 1)
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)

@@ -216,6 +216,21 @@ def test_a_batch_that_failed_keeps_its_number() -> None:
 
 
 @pytest.mark.acceptance("C46")
+def test_an_ensemble_of_some_members_keeps_the_step_and_the_epoch() -> None:
+    """The weights of members 1 and 0 are those in the whole ensemble, divided by their sum."""
+    by_step = make_ensemble([20] * 3, p=lambda step: [1.0, step, 0.0], batch_size=3)
+    for _ in range(4):
+        by_step.sample()
+    by_epoch = make_ensemble([20, 0, 20], p=[0.5, 0.25, 0.25], ramp=Ramp(5), batch_size=3)
+    by_epoch[1].extend(rows_of(1, 20))
+    by_epoch.set_epoch(1)  # the first epoch with member 1
+    for mixture, weights in ((by_step, [4, 1]), (by_epoch, [0.25 / 5, 0.5])):
+        wanted = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        torch.testing.assert_close(mixture[[1, 0]].sampler.shares(), wanted)
+    sampler = by_step.sampler
+    torch.testing.assert_close(sampler[:2].shares(), sampler.shares()[:2])
+
+
 def test_whole_batches_are_chosen_by_schedule() -> None:
     options = {"batch_size": 2, "generator": torch.Generator().manual_seed(0)}
     choice = ScheduledChoice(make_member(0), make_member(1), lambda step: step / 999, **options)

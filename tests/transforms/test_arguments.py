@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from replaykit import (
     Cast,
@@ -18,9 +19,11 @@ from replaykit import (
     HindsightGoal,
     ImageScale,
     KeepRaw,
+    LazyTensorStorage,
     NStep,
     PreviousStep,
     RenameTransform,
+    ReplayBuffer,
     ReturnToGo,
     RewardClip,
     RewardMap,
@@ -224,3 +227,15 @@ def test_transforms_of_values_have_their_stage() -> None:
     for made in (RewardClip(-1, 1), RewardMap(abs), ImageScale(), Cast(torch.float32, ["a"])):
         assert made.stage == "value"
     assert Compose().stage is None
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [NStep(2), NStep(1), NStep(per_step=True), NStep(2, when="write"), ReturnToGo(0.9)],
+)
+def test_sums_of_complex_rewards_are_refused(transform: Any) -> None:
+    """A conversion to real numbers would drop a part of them."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=transform)
+    reward = torch.ones(4, 1, dtype=torch.complex64)
+    data = TensorDict({"next": {"reward": reward, "done": torch.arange(4)[:, None] == 3}}, [4])
+    refuses(TypeError, "expected real rewards", lambda: (rb.extend(data), rb[:]))
