@@ -102,8 +102,7 @@ class BufferLoader(DataLoader[DataT]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next iteration continue at the point of a saved state.
 
-        Cost: the loader repeats the draws of delivered batches, without reading their rows. The
-        loader of an ensemble also reads them.
+        Cost: the loader repeats the draws of delivered batches, without reading their rows.
 
         Raises:
             ValueError: the state is from a loader with other batches; nothing has changed.
