@@ -15,6 +15,8 @@ from replaykit.schema import Schema
 from replaykit.structure import Path
 from replaykit.ted import DEFAULT_DONE_KEYS, EPISODE_KEYS, end_flags, format_key
 
+Array = np.ndarray[Any, Any]
+
 
 class EndReason(IntEnum):
     """The reason why an episode has no further row.
@@ -254,11 +256,36 @@ class CountLaw:
         return *numbers, self.closed, self.intact
 
 
-class CutMarks:
+class LoggedPart:
+    """A part of a storage whose changes a commit appends to a log, by number."""
+
+    # Arrays of the numbers that changed since the last commit; None if all count as changed.
+    _changed: list[Array] | None = None
+
+    def _note(self, numbers: Array) -> None:
+        if self._changed is not None:
+            self._changed.append(numbers)
+
+    @property
+    def uncommitted(self) -> bool:
+        """True if there were changes or loads since ``committed``."""
+        return self._changed is None or bool(self._changed)
+
+    @property
+    def changed(self) -> Array | None:
+        """The numbers that changed since ``committed``; None if all count as changed."""
+        return None if self._changed is None else np.unique(np.concatenate(self._changed))
+
+    def committed(self) -> None:
+        """Record that all changes are committed."""
+        self._changed = []
+
+
+class CutMarks(LoggedPart):
     """The rows after which streams were cut, each with ``SEVERED`` or ``RESTORED``.
 
     A mark is the number ``row id * lanes + lane`` of its row. This number does not change when the
-    row moves to another slot. There are few marks: one per restart and one per call of ``cut()``.
+    row moves to another slot. There is one mark per restart and one per call of ``cut()``.
 
     Example:
         >>> import numpy as np
@@ -274,7 +301,7 @@ class CutMarks:
         self.numbers = np.array(numbers, np.int64)
         self.codes = np.array(codes, np.uint8)
 
-    def add(self, numbers: np.ndarray[Any, Any], code: int, lowest: int) -> None:
+    def add(self, numbers: Array, code: int, lowest: int) -> None:
         """Add marks, and drop marks below ``lowest``, whose rows are not stored."""
         start = int(self.numbers.searchsorted(lowest))
         known, codes, fresh = self.numbers[start:], self.codes[start:], np.sort(numbers)
@@ -282,21 +309,53 @@ class CutMarks:
         new = np.append(known, -1)[at] != fresh
         self.numbers = np.insert(known, at[new], fresh[new])
         self.codes = np.insert(codes, at[new], code)
+        if new.any():
+            self._note(fresh[new])
 
-    def remove(self, numbers: np.ndarray[Any, Any], code: int) -> bool:
+    def remove(self, numbers: Array, code: int) -> bool:
         """Drop the rows' marks that have this code. Return whether a mark was dropped."""
         gone = np.isin(self.numbers, numbers) & (self.codes == code)
-        self.numbers, self.codes = self.numbers[~gone], self.codes[~gone]
+        if gone.any():
+            self.numbers, self.codes = self.numbers[~gone], self.codes[~gone]
+            self._changed = None
         return bool(gone.any())
 
-    def among(self, low: int, high: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def among(self, low: int, high: int) -> tuple[Array, Array]:
         """Return the marks in ``[low, high)``, ascending, and their codes."""
         start, stop = np.searchsorted(self.numbers, [low, high])
         return self.numbers[start:stop], self.codes[start:stop]
 
     def clear(self) -> None:
         """Drop all marks."""
-        self.numbers, self.codes = self.numbers[:0], self.codes[:0]
+        if len(self.numbers):
+            self.numbers, self.codes, self._changed = self.numbers[:0], self.codes[:0], None
+
+    def packed(self, numbers: Array | None) -> Array:
+        """Return those of the marks that exist, or all, and their codes, int64, for a commit."""
+        at: Any = slice(None)
+        if numbers is not None:
+            at, until = (self.numbers.searchsorted(numbers, side) for side in ("left", "right"))
+            at = at[at < until]
+        return np.concatenate([self.numbers[at], self.codes[at]])
+
+    def unpack(self, entries: Sequence[Array], *, whole: bool) -> None:
+        """Add the marks of results of ``packed``, in this order; they are all committed then.
+
+        Args:
+            whole: remove all other marks.
+
+        Raises:
+            ValueError: the entries are not those of marks.
+        """
+        if whole:
+            self.clear()
+        halves = [entry.reshape(2, -1) for entry in entries]
+        numbers, codes = np.concatenate([np.zeros((2, 0), np.int64), *halves], axis=1)
+        if not np.isin(codes, (SEVERED, RESTORED)).all():
+            raise ValueError(f"expected the codes {SEVERED} and {RESTORED}, got {np.unique(codes)}")
+        for code in (SEVERED, RESTORED):
+            self.add(np.unique(numbers[codes == code]), code, lowest=0)
+        self.committed()
 
 
 class RowNumbers(Protocol):
@@ -486,9 +545,6 @@ def _or_default(given: tuple[Path, ...] | None, default: tuple[Path, ...]) -> tu
 
 def _names(paths: tuple[Path, ...]) -> str:
     return ", ".join(format_key(path) for path in paths)
-
-
-Array = np.ndarray[Any, Any]
 
 
 def positions_from(ledger: RowNumbers, slot: int) -> Array | None:

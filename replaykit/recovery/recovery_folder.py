@@ -134,14 +134,15 @@ class Tables:
       rows. They are the log of changed elements, the signs for readers without the lock, and the
       chunks to write at the next save.
     - ``TAKEN``: the rows that were taken from a queue.
-    - ``TAGS``: the first of two logs of tags; see ``storages.commit_state.write_tags``.
+    - ``TAGS``, ``CUTS``: the first of two logs of tags and of two logs of cuts; see
+      ``storages.commit_state.write_log``.
     - ``ENTRIES``, ``ROWS``: the first file of overflow entries, and the first file of rows.
     """
 
     POSITIONS, GENERATIONS, CHANGED, SIGNS = range(4)
     OVERFLOW_BEFORE_4, STEPS_BEFORE_4 = 4, 5
     REFERENCES, PRIORITIES = 6, 8
-    ROWS_WRITTEN, PRIORITIES_SET, TAKEN, TAGS = 400, 401, 402, 403
+    ROWS_WRITTEN, PRIORITIES_SET, TAKEN, TAGS, CUTS = 400, 401, 402, 403, 405
     ENTRIES, ROWS = 500, 1000
 
     @staticmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from replaykit.episodes import CutMarks
 from replaykit.recovery.recovery_folder import RecoveryFolder, Tables
 from replaykit.storages.ledger import Ledger
 
@@ -64,7 +64,18 @@ class _List:
 
 _FIXED, _PER_SAMPLER, _PER_STREAM = 16, 3, 4
 _SHORT_LOG = 4096
-"""A log of tags may have this many numbers more than twice those of its first entry."""
+"""A log may have this many numbers more than twice those of its first entry."""
+
+TAGS, CUTS = range(2)
+"""The numbers of the logs."""
+
+_TABLES = Tables.TAGS, Tables.CUTS
+"""The first of the two tables of each log."""
+
+Place = tuple[int, int]
+"""The number of a log and the length of its entries, 0 if it has none."""
+
+Places = tuple[Place, Place]
 
 _MOVING = [0, 1, 2, 9]
 """The counters that writes at the cursor change."""
@@ -87,9 +98,10 @@ class CommittedState:
             the begins are unknown.
         counts: the count of each writer, in the order in which the writers were added.
         begin, head: for the first episode of each lane, the place and the kind of its beginning.
-        marks, codes: the cuts of streams.
+        marks, codes: the cuts of streams in older folders; otherwise ``logs`` has their place.
         streams: four numbers for each interleaved stream.
-        tags: the place of the tags, see ``write_tags``; empty without tags.
+        logs: the places of tags and of cuts, see ``write_log``. Older folders have only the place
+            of tags. Without tags and cuts, it is empty.
         more: count of the numbers that follow those of this object.
 
     Raises:
@@ -99,7 +111,7 @@ class CommittedState:
     cursor, length, next_position, cleared, by_stream = map(_Counter, range(5))
     positions, generations = map(_Counter, (5, 6))
     has_episodes, oldest, more = map(_Counter, (8, 9, 14))
-    counts, begin, head, marks, codes, streams, tags = map(_List, range(1, 8))
+    counts, begin, head, marks, codes, streams, logs = map(_List, range(1, 8))
 
     def __init__(self, numbers: Array) -> None:
         if len(numbers) < _FIXED:
@@ -107,7 +119,7 @@ class CommittedState:
         # A memoryview reads and writes single numbers in a third of the time of an array.
         self.view: Any = numbers.data
         self.floats: Any = numbers.view(np.float64).data
-        marks, heads, streams, samplers, writers, more, tags = (
+        marks, heads, streams, samplers, writers, more, logs = (
             self.view[at] for at in (7, 10, 11, 12, 13, 14, 15)
         )
         sizes = (
@@ -118,7 +130,7 @@ class CommittedState:
             marks,
             marks,
             streams * _PER_STREAM,
-            tags,
+            logs,
         )
         self.starts = list(accumulate(sizes, initial=_FIXED))
         own = self.starts[-1]
@@ -135,17 +147,22 @@ class CommittedState:
     def of(
         cls,
         ledger: Ledger,
-        episodes: dict[str, Any] | None,
+        known: dict[str, Any] | None,
         *,
         priorities: list[CommittedPriorities],
         counts: list[int],
-        tags: Sequence[int] | Array = (),
+        places: Places = ((0, 0), (0, 0)),
         more: int = 0,
     ) -> CommittedState:
-        """Return the state of a ledger, episode indexes (``EpisodeIndexes.known``) and tags."""
-        known: Any = {"marks": (), "codes": (), "heads": None} if episodes is None else episodes
-        heads = known["heads"] or {"oldest": 0, "begin": (), "head": ()}
-        begin, marks = np.asarray(heads["begin"], np.int64), known["marks"]
+        """Return the state of a ledger and of the parts.
+
+        Args:
+            known: the begins of the first episodes, as ``EpisodeIndex.state``; None if unknown.
+            places: the places of tags and of cuts.
+        """
+        logs = [*places[0], *places[1]] if any(map(any, places)) else []
+        heads = known or {"oldest": 0, "begin": (), "head": ()}
+        begin = np.asarray(heads["begin"], np.int64)
         streams = np.asarray(heads.get("streams", ()), np.int64).reshape(-1)
         fixed = [
             ledger.cursor,
@@ -155,26 +172,18 @@ class CommittedState:
             ledger.by_stream,
             -1 if ledger.in_order else ledger.length,
             ledger.generation_count,
-            len(marks),
-            known["heads"] is not None,
+            0,
+            known is not None,
             heads["oldest"],
             len(begin),
             len(streams) // _PER_STREAM,
             len(priorities),
             len(counts),
             more,
-            len(tags),
+            len(logs),
             *(0 for _ in range(_PER_SAMPLER * len(priorities) + len(counts))),
         ]
-        lists = (
-            fixed,
-            begin,
-            heads["head"],
-            marks,
-            known["codes"],
-            streams,
-            tags,
-        )
+        lists = fixed, begin, heads["head"], streams, logs
         state = cls(np.concatenate([np.asarray(part, np.int64) for part in lists]))
         state.set_parts(priorities, counts)
         return state
@@ -205,25 +214,29 @@ class CommittedState:
             view[place] = count
         return True
 
-    def set_tags(self, place: Sequence[int] | Array) -> bool:
-        """Set the place of the tags; return False if it has another length."""
-        if len(place) != len(self.tags):
+    @property
+    def places(self) -> Places:
+        """The places of tags and of cuts."""
+        tags, tags_stop, cuts, cuts_stop = [*self.logs.tolist(), 0, 0, 0, 0][:4]
+        return (tags, tags_stop), (cuts, cuts_stop)
+
+    def set_places(self, places: Places) -> bool:
+        """Set the places of tags and of cuts; return False if the state has none."""
+        if len(self.logs) < 4:
             return False
-        self.tags = place
+        self.logs = [*places[0], *places[1]]
         return True
 
-    def episodes(self) -> dict[str, Any]:
-        """Return the state of episodes, as ``EpisodeIndexes.state`` does."""
-        heads = None
-        if self.has_episodes:
-            heads = {
-                "oldest": self.oldest,
-                "begin": self.begin.tolist(),
-                "head": self.head.tolist(),
-                "streams": self.streams.reshape(-1, _PER_STREAM).tolist(),
-            }
-        marks, codes = self.marks.tolist(), self.codes.tolist()
-        return {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
+    def heads(self) -> dict[str, Any] | None:
+        """Return the begins of the first episodes, as ``EpisodeIndex.state``; None if unknown."""
+        if not self.has_episodes:
+            return None
+        return {
+            "oldest": self.oldest,
+            "begin": self.begin.tolist(),
+            "head": self.head.tolist(),
+            "streams": self.streams.reshape(-1, _PER_STREAM).tolist(),
+        }
 
     def advance(
         self,
@@ -266,72 +279,94 @@ class CommittedState:
             fixed[at] = known[at]
         cuts = slice(self.starts[4], self.starts[6])
         same = np.array_equal(self.numbers[cuts], before.numbers[cuts])
-        return fixed == known and same and np.array_equal(self.tags, before.tags)
+        return fixed == known and same and np.array_equal(self.logs, before.logs)
 
 
-def write_tags(home: RecoveryFolder, tags: EpisodeTags, place: Sequence[int] | Array) -> list[int]:
-    """Append the changed tags to a log; return the place of all tags, for a state.
+def write_log(
+    home: RecoveryFolder, which: int, part: EpisodeTags | CutMarks, place: Place
+) -> Place:
+    """Append the changes of tags or cuts to a log; return the place of all of them, for a state.
 
-    A place is the number of a log and the length of its entries, 0 without tags. Two tables take
-    turns to hold the logs. The first entry of a log has all tags. Once the other entries need as
-    much room, all tags go into a new log, and the tables of both latest states are unchanged.
+    Two tables take turns to hold the logs. The first entry of a log has the whole part. Once the
+    other entries need as much room, the whole part goes into a new log, and the tables of both
+    latest states are unchanged.
 
     Args:
+        which: ``TAGS`` or ``CUTS``.
         place: the committed place.
 
-    Cost: O(K log J) on average for K changed tags of J episodes.
+    Cost: O(K log J) on average for K changed tags or cuts of J.
     """
-    number, used = map(int, place) if len(place) else (0, 0)
-    if not tags.names:
-        return [number, 0] if number else []  # other processes know the log of this number
-    changed = tags.changed
-    entry = None
-    if used and changed is not None:
-        entry = tags.packed(changed)
-        whole = home.table(Tables.TAGS + number % 2, 1)[0]
+    number, used = place
+    changed = part.changed if used else None
+    entry = part.packed(changed)
+    if changed is not None:
+        whole = int(home.table(_TABLES[which] + number % 2, 1)[0])
         if used + len(entry) > 2 * whole + _SHORT_LOG:
-            entry = None
-    if entry is None:
-        number, used, entry = number + 1, 0, tags.packed(None)
+            changed, entry = None, part.packed(None)
+    if not len(entry):  # other processes know the log of this number
+        return number, 0 if changed is None else used
+    if changed is None:
+        number, used = number + 1, 0
     stop = used + 1 + len(entry)
-    cells = home.table(Tables.TAGS + number % 2, stop)
+    cells = home.table(_TABLES[which] + number % 2, stop)
     cells[used], cells[used + 1 : stop] = len(entry), entry
-    return [number, stop]
+    return number, stop
 
 
-def read_tags(home: RecoveryFolder, tags: EpisodeTags, place: Array, known: Array | None) -> None:
-    """Set the tags of a state.
+def read_log(
+    home: RecoveryFolder,
+    which: int,
+    part: EpisodeTags | CutMarks,
+    state: CommittedState,
+    known: CommittedState | None,
+) -> None:
+    """Set the tags or cuts of a state.
 
     Args:
-        place: ``tags`` of the state.
-        known: ``tags`` of the state that ``tags`` has followed; None if there is none.
+        which: ``TAGS`` or ``CUTS``.
+        known: the state that the part has followed; None if there is none.
 
     Raises:
-        ValueError: the table holds no tags.
+        ValueError: the table holds other numbers.
     """
-    if known is not None and np.array_equal(place, known):
-        return
-    number, stop = place.tolist() if len(place) else (0, 0)
-    if not stop:
-        if tags.names:
-            tags.unpack(place[:0], whole=True)
-        tags.committed()
-        return
-    at = 0
-    if known is not None and len(known) and known[0] == number and known[1] < stop:
-        at = int(known[1])
-    table = Tables.TAGS + number % 2
-    cells = home.table(table, stop)
-    while at < stop:
-        first, until = at + 1, at + 1 + int(cells[at])
-        try:
+    (number, stop), at, entries = state.places[which], 0, []
+    if known is not None:
+        there, until = known.places[which]
+        if (there, until) == (number, stop):
+            return
+        at = until if there == number and until < stop else 0
+    table, whole = _TABLES[which] + number % 2, not at
+    cells = home.table(table, stop) if stop else np.zeros(0, np.int64)
+    try:
+        while at < stop:
+            first, until = at + 1, at + 1 + int(cells[at])
             if not first < until <= stop:
                 raise ValueError(f"expected at most {stop - first} numbers, got {until - first}")
-            tags.unpack(cells[first:until], whole=not at)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            name = f"table {table} of {home.folder}"
-            raise ValueError(f"{name} holds no tags at number {at}: {error}") from None
-        at = until
+            entries.append(cells[first:until])
+            at = until
+        part.unpack(entries, whole=whole)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        name = f"table {table} of {home.folder}"
+        raise ValueError(f"{name} holds no {type(part).__name__}: {error}") from None
+
+
+def read_cuts(
+    home: RecoveryFolder, state: CommittedState, known: CommittedState | None, cuts: CutMarks
+) -> CutMarks:
+    """Return the cuts of a state.
+
+    Args:
+        known: the state that ``cuts`` have followed; None if there is none.
+
+    Raises:
+        ValueError: the table holds no cuts.
+    """
+    if known is None:
+        cuts = CutMarks(state.marks.tolist(), state.codes.tolist())
+    if not len(state.marks):  # else the next commit writes them to a log
+        read_log(home, CUTS, cuts, state, known)
+    return cuts
 
 
 class PriorityKeeper(Protocol):

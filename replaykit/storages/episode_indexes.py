@@ -146,6 +146,11 @@ class EpisodeIndexes:
         return found
 
     @property
+    def present_marks(self) -> CutMarks:
+        """The marks that are loaded already, which follow other processes."""
+        return self._marks
+
+    @property
     def tags(self) -> EpisodeTags:
         """The values of the episodes of the default rule."""
         self._load_tags()
@@ -410,31 +415,26 @@ class EpisodeIndexes:
 
     def state(self) -> dict[str, Any]:
         """Return the state that the rows and the ledger do not imply, as plain values."""
-        known = self.known()
-        heads = known["heads"]
+        heads = self.heads()
         if heads is not None:
             heads = {name: _plain(value) for name, value in heads.items()}
-        marks, codes = known["marks"].tolist(), known["codes"].tolist()
+        marks, codes = self.marks.numbers.tolist(), self.marks.codes.tolist()
         found = {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
         tags = self.tags.state(self._main if self.storage.ledger.length else None)
         return found if tags is None else {**found, "tags": tags}
 
-    def known(self) -> dict[str, Any]:
-        """Return the same state as ``state`` in arrays, which the caller must not change."""
+    def heads(self) -> dict[str, Any] | None:
+        """Return the begins of the first episodes in arrays, which the caller must not change."""
         main, storage = self._main, self.storage
         self._catch_up()
         if main is None and storage.ledger.length and self._is_indexed():
             main = self.of()  # for loaded rows that are saved again before any use
-        return {
-            "marks": self.marks.numbers,
-            "codes": self.marks.codes,
-            "heads": None if main is None else main.state(),
-        }
+        return None if main is None else main.state()
 
     def first_known(self) -> tuple[int, Any, Any] | None:
         """Return the oldest row id, and where and how the first episodes begin.
 
-        Return None if ``known`` has more than these values and the marks.
+        Return None if ``heads`` has more than these values.
         """
         main = self._main
         if main is None or not main.in_ring:
@@ -519,19 +519,19 @@ class EpisodeIndexes:
             }
         self._saved = heads
 
-    def follow(self, marks: Array, codes: Array, *, reset: bool) -> None:
-        """Load the marks of cut streams, and their codes, from another process.
+    def follow(self, marks: CutMarks, *, cut: bool, reset: bool) -> None:
+        """Follow the rows and the marks of cut streams of another process.
 
         Args:
+            cut: whether the marks have changed.
             reset: whether all rows have to be indexed again.
         """
         if reset:
             self._main = None
             self._others.clear()
-        if not np.array_equal(marks, self.marks.numbers):
+        if cut:
             self.storage.ledger.log.cut()
-        self.loaded, self._saved = True, None
-        self._marks = CutMarks(marks.tolist(), codes.tolist())
+        self.loaded, self._saved, self._marks = True, None, marks
         self._restarted, self._restoring = False, None
 
     def indexed_until(self) -> int | None:

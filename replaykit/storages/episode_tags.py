@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -14,7 +14,7 @@ import torch
 from replaykit._compat import arange, dtype_name
 from replaykit.declared import MOST, Count, vector, within
 from replaykit.episodes import BoundaryRule, CutMarks, EndReason, EpisodeIndex, Head
-from replaykit.episodes.boundaries import RESTORED, SEVERED
+from replaykit.episodes.boundaries import RESTORED, SEVERED, LoggedPart
 from replaykit.errors import SchemaError
 from replaykit.schema import Schema
 from replaykit.storages.content import Content, Group
@@ -47,7 +47,7 @@ class TagState:
                 raise ValueError(f"expected {len(self.element)} values of {name}, got {column!r}")
 
 
-class EpisodeTags:
+class EpisodeTags(LoggedPart):
     """Columns of values of episodes, by episode id.
 
     An episode without a value has zeros. Values of lost episodes are dropped from time to time, and
@@ -68,8 +68,6 @@ class EpisodeTags:
         self._ids = np.zeros(0, np.int64)
         self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
-        # Arrays of ids whose tags changed since the last commit; None if all tags count as changed.
-        self._changed: list[Array] | None = None
         self._counted_at = -1  # the version of the index that `COUNTED` belongs to
 
     @property
@@ -104,8 +102,7 @@ class EpisodeTags:
         # All columns exist before the first value changes.
         for column, tensor in [(self._column(name, t), t) for name, t in given.items()]:
             column.numpy()[at] = tensor.numpy()
-        if self._changed is not None:
-            self._changed.append(ids)
+        self._note(ids)
         self.number += 1
         self.edited = True
 
@@ -238,25 +235,14 @@ class EpisodeTags:
         self.edited = False
         self._changed = None
 
-    @property
-    def uncommitted(self) -> bool:
-        """True if tags were set or loaded since ``committed``."""
-        return self._changed is None or bool(self._changed)
-
-    @property
-    def changed(self) -> Array | None:
-        """The ids whose tags were set since ``committed``; None if all tags count as changed."""
-        return None if self._changed is None else np.unique(np.concatenate(self._changed))
-
-    def committed(self) -> None:
-        """Record that all tags are committed."""
-        self._changed = []
-
     def packed(self, ids: Array | None) -> Array:
         """Return the tags of episodes, and the ids, as int64 numbers for a commit.
 
-        Counts of draws are not part of them. Without ``ids``, the result has all episodes.
+        Counts of draws are not part of them. Without ``ids``, the result has all episodes. Without
+        tags, it is empty.
         """
+        if not self.names:
+            return self._ids[:0]
         ids = self._ids if ids is None else ids[self._find(ids)[1]]
         columns = {name: self.get(name, ids) for name in self.names}
         kinds = [[name, dtype_name(c.dtype), list(c.shape[1:])] for name, c in columns.items()]
@@ -267,19 +253,28 @@ class EpisodeTags:
         data = np.concatenate([np.pad(part, (0, -len(part) % 8)) for part in parts])
         return np.concatenate([[len(parts)], lengths, data.view(np.int64)])
 
-    def unpack(self, numbers: Array, *, whole: bool) -> None:
-        """Set the tags of ``packed``, which may come from another process.
+    def unpack(self, entries: Sequence[Array], *, whole: bool) -> None:
+        """Set the tags of results of ``packed``, in this order; they are all committed then.
+
+        The results may come from another process.
 
         Args:
-            numbers: a result of ``packed``; empty if there are no tags.
-            whole: remove all other tags. They are all committed then.
+            whole: remove all other tags.
 
         Raises:
             ValueError: the numbers are not those of tags.
         """
-        if not len(numbers):
-            ids, kinds, parts = self._ids[:0], [], []
-        else:
+        if whole and self.names:
+            counts = {n: c for n, c in self._columns.items() if n in (DRAWS, COUNTED)}
+            kept = torch.zeros(len(self._ids), dtype=torch.bool, device="cpu")
+            for column in counts.values():
+                kept |= column != 0
+            self._ids = self._ids[kept.numpy()]
+            self._columns = {name: column[kept] for name, column in counts.items()}
+            self.layout += 1
+            self.number += 1
+            self.edited = True
+        for numbers in entries:
             count = int(numbers[0])
             lengths, data = numbers[1 : 1 + count], numbers[1 + count :].copy().view(np.uint8)
             starts = np.cumsum(lengths + -lengths % 8) - (lengths + -lengths % 8)
@@ -291,24 +286,16 @@ class EpisodeTags:
             ids = ids.view(np.int64)
             if len(ids) != rows or len(kinds) != len(parts):
                 raise ValueError(f"expected tags {kinds} of {rows} episodes, got {len(ids)}")
-        if whole:
-            counts = {n: c for n, c in self._columns.items() if n in (DRAWS, COUNTED)}
-            kept = torch.zeros(len(self._ids), dtype=torch.bool, device="cpu")
-            for column in counts.values():
-                kept |= column != 0
-            self._ids = self._ids[kept.numpy()]
-            self._columns = {name: column[kept] for name, column in counts.items()}
-            self._changed = []
-            self.layout += 1
-        known = self._find(ids)[1]
-        if not known.all():
-            self._insert(np.unique(ids[~known]))
-        at = torch.from_numpy(np.searchsorted(self._ids, ids))
-        for (name, dtype, shape), part in zip(kinds, parts, strict=True):
-            values = torch.from_numpy(part).view(getattr(torch, dtype)).view(len(ids), *shape)
-            self._column(name, values)[at] = values
-        self.number += 1
-        self.edited = True
+            known = self._find(ids)[1]
+            if not known.all():
+                self._insert(np.unique(ids[~known]))
+            at = torch.from_numpy(np.searchsorted(self._ids, ids))
+            for (name, dtype, shape), part in zip(kinds, parts, strict=True):
+                values = torch.from_numpy(part).view(getattr(torch, dtype)).view(len(ids), *shape)
+                self._column(name, values)[at] = values
+            self.number += 1
+            self.edited = True
+        self.committed()
 
 
 class EpisodeData:

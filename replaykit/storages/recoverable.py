@@ -16,9 +16,12 @@ from replaykit.recovery.locks import CommitLock
 from replaykit.recovery.recovery_folder import RecoveryFolder, Tables
 from replaykit.storages.columns import Columns
 from replaykit.storages.commit_state import (
+    CUTS,
+    TAGS,
     CommittedPriorities,
     CommittedState,
     Parts,
+    Places,
     PriorityColumn,
     PriorityKeeper,
     RecoverableWriter,
@@ -26,13 +29,15 @@ from replaykit.storages.commit_state import (
     insert_part,
     set_alone,
     still_there,
-    write_tags,
+    write_log,
 )
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.row_files import rows_as_bytes
 from replaykit.structure import Path
 
 if TYPE_CHECKING:
+    from replaykit.episodes import CutMarks
+    from replaykit.storages.episode_tags import EpisodeTags
     from replaykit.storages.shared_storage import Sharing
     from replaykit.storages.tensors import LazyTensorStorage
 
@@ -87,8 +92,8 @@ class Recovery:
         self._counts: list[int] = []
         # The state that has the numbers of all parts.
         self._settled: CommittedState | None = None
-        # The committed place of the tags; see `write_tags`.
-        self._tags_at: Any = ()
+        # The committed places of tags and cuts; see `write_log`.
+        self._places: Places = ((0, 0), (0, 0))
         # Numbers that follow the committed state; see `hand_over`.
         self._more: tuple[int, ...] = ()
         # The targets of the journal with the rows, by the path of a leaf, or None for the records.
@@ -147,7 +152,7 @@ class Recovery:
         self.state, self._state_at = state, (ledger.next_position, ledger.cleared)
         self.seen, self._restarted = ledger.log.number, restarted
         self._counts = self._write_counts()
-        self._tags_at = state.tags.copy()
+        self._places = state.places
 
     @property
     def writable(self) -> bool:
@@ -297,13 +302,15 @@ class Recovery:
         if alone and (self.seen < 0 or self._state_at != (ledger.next_position, ledger.cleared)):
             self._drop_parts(storage)
         seen, self.seen = self.seen, -1  # until this commit is complete
-        number, tags, tags_at = ledger.log.number, indexes.tags, self._tags_at
+        number, tags, cuts, places = ledger.log.number, indexes.tags, indexes.marks, self._places
+        if not ledger.length:
+            cuts.clear()
         if seen < 0 and len(latest := self.home.states.view()):
             # An interrupted commit may have taken effect.
-            tags_at = CommittedState(latest).tags.copy()
-        priorities, tagged = [], tags.uncommitted
+            places = CommittedState(latest).places
+        priorities, logged = [], tags.uncommitted or cuts.uncommitted
         written, same = seen != number, counts == self._counts
-        changed = written or self._table_changed or tagged
+        changed = written or self._table_changed or logged
         for column in self.samplers:
             sampler = column.sampler()
             if sampler is None:
@@ -317,31 +324,41 @@ class Recovery:
             if written and self.sharing is not None:
                 self.sharing.log_rows(storage, seen)
             state = self.state
-            if tagged:
-                tags_at = write_tags(self.home, tags, tags_at)
+            if logged:
+                places = self._write_logs(tags, cuts, places)
             whole = (
                 seen < 0
                 or self._restarted
                 or state is None
-                or (tagged and not state.set_tags(tags_at))
+                or (logged and not state.set_places(places))
                 or (written and not self._advanced(storage, state, seen))
                 or not ((same and state is self._settled) or state.set_parts(priorities, counts))
             )
             if whole:
-                state = self._whole_state(storage, priorities, counts, tags_at)
+                state = self._whole_state(storage, priorities, counts, places)
             assert state is not None
             self.state = self._settled = state
             self._restarted = False
             if self.sharing is None:
                 self.home.commit(state.numbers, self._more)
             else:
-                self.sharing.commit_state(state, whole=whole or tagged)
+                self.sharing.commit_state(state, whole=whole or logged)
             for place, column in enumerate(self.samplers):
                 column.counts, column.written, column.whole = priorities[place], False, False
         self.seen, self._counts, self._table_changed = number, counts, False
-        if tagged:
-            self._tags_at = tags_at
+        if logged:
+            self._places = places
             tags.committed()
+            cuts.committed()
+
+    def _write_logs(self, tags: EpisodeTags, cuts: CutMarks, places: Places) -> Places:
+        """Append uncommitted tags and cuts to their logs, and return the places of all."""
+        tagged, cut = places
+        if tags.uncommitted:
+            tagged = write_log(self.home, TAGS, tags, tagged)
+        if cuts.uncommitted:
+            cut = write_log(self.home, CUTS, cuts, cut)
+        return tagged, cut
 
     @staticmethod
     def _advanced(storage: LazyTensorStorage, state: CommittedState, seen: int) -> bool:
@@ -358,7 +375,7 @@ class Recovery:
         storage: LazyTensorStorage,
         priorities: list[CommittedPriorities],
         counts: list[int],
-        tags_at: Any,
+        places: Places,
     ) -> CommittedState:
         ledger, saved = storage.ledger, self._still_saved()
         if saved is not None:  # keeps the entries of parts that are not attached yet
@@ -366,10 +383,10 @@ class Recovery:
             counts = counts + saved.counts[len(counts) :].tolist()
         return CommittedState.of(
             ledger,
-            storage.indexes.known() if ledger.length else None,
+            storage.indexes.heads() if ledger.length else None,
             priorities=priorities,
             counts=counts,
-            tags=tags_at,
+            places=places,
             more=2 if self.shared else len(self._more),
         )
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from replaykit.episodes import CutMarks
 from replaykit.errors import CheckpointError
 from replaykit.recovery.recovery_folder import Tables, check_file, give_up_rows
 from replaykit.schema import Schema
 from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import CommittedState, read_tags
+from replaykit.storages.commit_state import TAGS, CommittedState, read_cuts, read_log
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.dedup_memory import DedupJournal
 from replaykit.storages.episode_indexes import EpisodeIndexes
@@ -283,12 +284,15 @@ def _restore(
                 "by_stream": bool(state.by_stream),
             }
         )
-        episodes = EpisodeIndexes.check(state.episodes())
-        if len(state.tags) == 2:
-            home.check_table(Tables.TAGS + int(state.tags[0]) % 2, int(state.tags[1]))
+        for first, (log, stop) in zip((Tables.TAGS, Tables.CUTS), state.places, strict=True):
+            home.check_table(first + log % 2, stop)
+        cuts, heads = read_cuts(home, state, None, CutMarks()), state.heads()
+        marks, codes = cuts.numbers.tolist(), cuts.codes.tolist()
+        episodes = {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
+        EpisodeIndexes.check(episodes)
         own.follow(*state.ledger(), moved=True, removed=True)
         storage.indexes.restore(episodes, own, None)
-        read_tags(home, storage.indexes.present_tags, state.tags, None)
+        read_log(home, TAGS, storage.indexes.present_tags, state, None)
     except (ValueError, IndexError) as error:
         raise CheckpointError(f"{home.folder} contradicts itself: {error}") from None
     recovery.in_state(state, restarted=True)

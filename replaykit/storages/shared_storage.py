@@ -40,7 +40,7 @@ from replaykit.recovery.recovery_folder import (
 )
 from replaykit.storages.change_log import ChangeKind
 from replaykit.storages.columns import Columns
-from replaykit.storages.commit_state import CommittedState, read_tags
+from replaykit.storages.commit_state import TAGS, CommittedState, read_cuts, read_log
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.recoverable import Recovery
@@ -375,14 +375,12 @@ class Sharing:
         changed = since is None or any(
             number in (_MOVED, _EDITED, _REMOVED) or number >= _COLUMNS for number in since
         )
-        if changed or before is None or not state.only_moved(before):
-            indexes.follow(state.marks, state.codes, reset=reset)
-        read_tags(
-            self.home,
-            indexes.present_tags,
-            state.tags,
-            None if reset or before is None else before.tags,
-        )
+        followed = None if reset else before
+        if changed or followed is None or not state.only_moved(followed):
+            cuts = read_cuts(self.home, state, followed, indexes.present_marks)
+            cut = followed is not None and state.places[1] != followed.places[1]
+            indexes.follow(cuts, cut=cut, reset=reset)
+        read_log(self.home, TAGS, indexes.present_tags, state, followed)
         indexes.heads_from = self._heads
         self._logged_at(rows_logged, logged)
         self._follow_counts(state)
@@ -435,7 +433,7 @@ class Sharing:
         if self._lags and storage is not None:
             self._catch_up(storage)
         state = self.recovery.state
-        heads = None if state is None else state.episodes()["heads"]
+        heads = None if state is None else state.heads()
         if heads is not None and storage is not None:
             heads["now"] = storage.ledger.log.number == self.recovery.seen
         return heads

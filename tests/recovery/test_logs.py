@@ -1,9 +1,10 @@
-"""Committed tags of episodes: what a commit costs, and what a restart and other processes read."""
+"""Committed tags and cuts: what a commit costs, and what a restart and other processes read."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from replaykit.errors import CheckpointError
 from tests.storages.sharing import another
 
 EPISODES = 150
+FIXTURES = Path(__file__).parents[1] / "checkpoint" / "fixtures"
 
 
 def _rows(count: int) -> TensorDict:
@@ -170,3 +172,118 @@ def test_tags_of_an_interrupted_commit_that_took_effect_are_kept(
     rb.tag(torch.tensor([2]), {"a": 22})
     assert _shown(_opened(tmp_path / "killed")) == {"a": [0, 11, 0, 0]}
     assert _shown(rb) == {"a": [0, 11, 22, 0]}
+
+
+def _steps(count: int) -> TensorDict:
+    """Return rows that end no episode."""
+    return TensorDict({"next": {"done": torch.zeros(count, dtype=torch.bool)}}, [count])
+
+
+def _lengths(rb: ReplayBuffer) -> list[int]:
+    """Return the numbers of stored rows of the episodes, the oldest first."""
+    with rb.storage.lock:
+        return rb.storage.indexes.data().length.tolist()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_cuts_of_many_commits_are_read_again(shared: bool, tmp_path: Path) -> None:
+    """The log of cuts is replaced. A list holds the episode of each row."""
+    draw = random.Random(0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(EPISODES), shared=True) if shared else None
+    rb = _opened(tmp_path) if rb is None else rb
+    reader = another(rb) if shared else None
+    episodes, episode = [], 0
+    for _ in range(1800):
+        count = draw.randrange(1, 4)
+        rb.extend(_steps(count))
+        episodes = (episodes + [episode] * count)[-EPISODES:]
+        if draw.random() < 0.95:
+            rb.cut()
+            episode += 1
+        if draw.random() < 0.002:
+            rb.empty()
+            episodes, episode = [], episode + 1
+        elif draw.random() < 0.004:
+            if reader is not None:
+                rb, reader = reader, rb
+            else:
+                rb.storage.close()
+                rb = _opened(tmp_path)
+                episode += 1  # a restart cuts the open episode
+            wanted = [episodes.count(number) for number in sorted(set(episodes))]
+            assert _lengths(rb) == wanted
+    assert all(file.stat().st_size <= 1 << 16 for file in tmp_path.rglob("table-*.bin"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_commit_writes_the_new_cuts_alone(shared: bool, tmp_path: Path) -> None:
+    """Neither the state of a commit nor the log grows with the cuts of stored rows."""
+    storage = LazyMemmapStorage(1200, scratch_dir=tmp_path, recover=True)
+    rb = ReplayBuffer(storage=storage, shared=shared)
+    with rb.storage.lock:
+        for _ in range(600):
+            rb.extend(_steps(2))
+            rb.cut()
+    logs = [*tmp_path.rglob("table-40[56]-*.bin")]
+    before = [file.read_bytes() for file in logs]
+    for _ in range(5):
+        rb.extend(_steps(1))
+        rb.cut()
+    assert len(_lengths(rb)) == 603  # of 605, two are overwritten
+    assert {file.stat().st_size for file in tmp_path.rglob("state-*.bin")} == {4096}
+    changed = sum(
+        one != two
+        for file, old in zip(logs, before, strict=True)
+        for one, two in zip(file.read_bytes(), old, strict=False)
+    )
+    assert 5 < changed <= 5 * 8 * 3
+
+
+def _lanes(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count).expand(2, count).contiguous()
+    done = torch.zeros(2, count, 1, dtype=torch.bool)
+    return TensorDict({"number": number, "next": {"done": done}}, [2, count])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_cuts_in_the_state_of_older_folders_are_read(shared: bool, tmp_path: Path) -> None:
+    """The fixture holds the same rows, cut in a state; a restart was before row 8."""
+    expected = ReplayBuffer(storage=LazyTensorStorage(16, ndim=2))
+    for first, count, lane in ((0, 3, None), (3, 3, 1), (6, 2, None)):
+        expected.extend(_lanes(first, count))
+        expected.cut(lane)
+    expected.extend(_lanes(8, 2))
+    expected.cut()
+    with zipfile.ZipFile(FIXTURES / "cuts-1" / "recovered.zip") as archive:
+        archive.extractall(tmp_path)
+    for first in (10, 12, 14):
+        storage = LazyMemmapStorage(16, scratch_dir=tmp_path, recover=True, ndim=2)
+        rb = ReplayBuffer(storage=storage, shared=shared)
+        if first == 10:
+            assert _shown(rb) == {"a": [7, 0, 0, 0, 8, 0, 0]}
+        if shared:
+            rb.cut()  # processes that share rows do not end episodes at their start
+        assert _lengths(rb) == _lengths(expected)
+        rb.extend(_lanes(first, 2))
+        expected.extend(_lanes(first, 2))
+        assert _lengths(another(rb) if shared else rb) == _lengths(expected)
+        expected.cut()
+        del rb, storage
+
+
+def test_damaged_cuts_are_refused_by_name(tmp_path: Path) -> None:
+    rb = _opened(tmp_path)
+    for _ in range(3):
+        rb.extend(_steps(2))
+        rb.cut()
+    rb.storage.close()
+    log = next(tmp_path.rglob("table-406-*.bin"))
+    whole = log.read_bytes()
+    for number, value in ((0, 0), (0, 99), (2, 3), (3, 1)):
+        damaged = bytearray(whole)
+        damaged[8 * number] = value
+        log.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="table 406"):
+            _opened(tmp_path)
+    log.write_bytes(whole)
+    assert _lengths(_opened(tmp_path)) == [2, 2, 2]
