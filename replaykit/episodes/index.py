@@ -490,6 +490,18 @@ class EpisodeIndex:
         begin = -1 if begin == lo else begin + oldest - lo
         return oldest, (begin,), (_RESET if head == _EVICTED else head,)
 
+    def _misses_rows(self) -> bool:
+        """Return whether the first or the last row of a ring shows that row ids are missing.
+
+        The rows of a ring are in order only if their ids rise by 1 up to the next row's.
+        """
+        ledger = self._storage.ledger
+        if ledger.in_order or not ledger.length:
+            return False
+        first = ledger.cursor if ledger.length == self.slots else 0
+        ends = self.row_ids(np.array([first, (first - 1) % ledger.length]) * self.lanes)
+        return ends.tolist() != [ledger.next_position - ledger.length, ledger.next_position - 1]
+
     def state(self, kept: torch.Tensor | None = None) -> dict[str, Any]:
         """Return the part of the index that cannot be derived from the rows.
 
@@ -497,13 +509,18 @@ class EpisodeIndex:
 
         Args:
             kept: slots of the stored rows to save, int64 ``[K]``; None for all rows.
+
+        Cost: as ``sync``; O(1) after rows were placed in a ring, of which no begin is saved.
         """
+        unknown: dict[str, Any] = {"oldest": -1, "begin": [], "head": []}
+        if self.key is None and kept is None and self._misses_rows():
+            return unknown
         self.sync()
         streams = self._streams
         if self.key is None:
             lane = np.arange(self.lanes)
             if streams.hi == streams.lo or not (self._in_order or kept is not None):
-                return {"oldest": -1, "begin": [], "head": []}
+                return unknown
             slot, oldest = streams.lo % self.slots, self._noted - (streams.hi - streams.lo)
             if kept is not None:
                 row_ids = self._storage.ledger.positions(kept)

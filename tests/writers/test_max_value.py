@@ -10,6 +10,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -389,3 +390,30 @@ def test_episode_continues_after_empty_with_or_without_episode_queries(asked: bo
     rb.empty()
     rb.extend(rows(False, True, False))
     assert rb.storage.episodes.table().head.tolist() == [Head.CUT, Head.RESET]
+
+
+def test_commits_index_no_rows(tmp_path: Path) -> None:
+    """Rows that replace others are indexed at the next use of episodes, not at each commit."""
+
+    def opened() -> ReplayBuffer:
+        storage = LazyMemmapStorage(8, scratch_dir=tmp_path, recover=True)
+        return ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="rank"))
+
+    def rows(*ranks: float) -> TensorDict:
+        done = torch.zeros(len(ranks), dtype=torch.bool)
+        rank = torch.tensor(ranks, dtype=torch.float32)
+        return TensorDict({"rank": rank, "next": {"done": done}}, [len(ranks)])
+
+    rb = opened()
+    rb.extend(rows(*range(8, 0, -1)))
+    index = rb.storage.episodes
+    before = index.rebuilt
+    for rank in (9.0, 10.0, 11.0, 12.0):
+        rb.extend(rows(rank))
+    assert index.rebuilt == before
+    lengths = [1, 1, 1, 1, 4]  # the ids of rows by slot are 0, 1, 2, 3, 11, 10, 9, 8
+    assert sorted(rb.storage.indexes.data().length.tolist()) == lengths
+    rb.storage.close()
+    rb = opened()
+    assert rb[:]["rank"].tolist() == [8, 7, 6, 5, 12, 11, 10, 9]
+    assert sorted(rb.storage.indexes.data().length.tolist()) == lengths
