@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 
-from replaykit._compat import arange
 from replaykit.buffer.components import (
     check_mappable,
     check_mapped_rows,
@@ -405,9 +404,6 @@ def restarted(sampler: Sampler, saved: Mapping[str, Any], content: Content) -> d
             how = "which keeps the priorities and its own exponents"
         law = state["_alpha"], state["_beta"], state["_eps"]
         state |= encode_state(SavedPriorities(*law, most, 0, raw))
-    elif sampler.consumes:
-        fresh.extend(arange(content.rows))
-        state = saved_sampler(fresh)
     warnings.warn(
         f"the state of a {saved['_kind']!r} sampler is left out: this buffer has a "
         f"{sampler.kind!r} one, {how}",
