@@ -146,10 +146,8 @@ class DedupColumns:
 
     def clear(self) -> None:
         """Remove the references of all rows; the memory stays allocated."""
-        if self._outdated is not None:
-            self.table.stored = self._outdated[0].length
         self.table.clear()
-        self._outdated = None  # only now, because there may be no room for the journal
+        self._outdated = None
         self.rows.batch_memory.clear()
         self._forget_newest()
         self._coming = None

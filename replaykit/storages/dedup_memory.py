@@ -349,10 +349,6 @@ class DedupJournal:
             for target in self._targets:
                 home.journal_rows(target, numbers)
 
-    def journal_all(self, stored: int) -> None:
-        """Journal the references of the first ``stored`` elements."""
-        self._recovery.journal_table(Tables.REFERENCES, range(stored))
-
 
 def _run_of(numbers: Array) -> Array | range:
     """Return the numbers as a range if they rise by one, which takes less time to journal."""

@@ -144,10 +144,8 @@ class ObservationTable:
 
     def clear(self) -> None:
         """Remove the references of all rows; the memory stays allocated."""
-        if self.journal is not None:
-            self.journal.journal_all(self.stored * self.cells)
         self._later = None
-        self.core.clear()
+        self.core.clear()  # writes no reference
         self.stored = 0
 
     def adopt_later(self, references: list[References], table: Columns | None, stored: int) -> None:

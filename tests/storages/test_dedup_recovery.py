@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ def empty_and_write_under_a_lock(twins: Twins, rows: Rows) -> None:
         for count in (4, 5):
             twins.both(lambda buffer: buffer.empty())
             twins.write(rows.steps(count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_return_if_a_kill_follows_a_clear(
+    kind: str, tmp_path: Path, same_rows: Any, transitions: Any
+) -> None:
+    """A copy of the folder shows what a kill leaves, after a clear and each write after it."""
+    rb, rows = kept(tmp_path / "rows", kind), Rows(transitions, 0, kind)
+    for _ in range(4):
+        rb.extend(rows.steps(7))
+    shutil.copytree(tmp_path / "rows", tmp_path / "before")
+    before = kept(tmp_path / "before", kind)[:]
+    assert same_rows(before, rb[:])
+    with rb.storage.lock:
+        for number, count in enumerate((0, 3, 9, 0, 5)):
+            if count:
+                rb.extend(rows.noise(count))
+            else:
+                rb.empty()
+            shutil.copytree(tmp_path / "rows", tmp_path / str(number))
+    for number in range(5):
+        assert same_rows(kept(tmp_path / str(number), kind)[:], before)
+    rb.storage.close()
+    assert same_rows(kept(tmp_path / "rows", kind)[:], rb[:])
 
 
 OPERATIONS = ["extend", "extend", "turns", "noise", "add", "edit", "column", "patch", "set", "env"]
