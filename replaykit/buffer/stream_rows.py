@@ -270,7 +270,7 @@ def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
         elements = queues.elements(np.repeat(chosen, n), number)
         rows = _read(storage, elements, n)
         if _removes(buffer, storage):
-            remove_oldest(storage, chosen, np.full(len(chosen), n))
+            remove_oldest(storage, chosen, first + n)  # also rows that were taken from a ring
         else:
             take_elements(storage, elements)
         return rows

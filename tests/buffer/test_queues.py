@@ -242,6 +242,16 @@ def test_streams_without_rows_left_are_left_out(writer: Any) -> None:
     assert rb.drain(aligned=True)["x"].tolist() == [[1]]
 
 
+def test_rows_that_were_taken_from_a_ring_are_not_taken_again_from_streams() -> None:
+    storage = LazyTensorStorage(12, lane_key="env")
+    ring = ReplayBuffer(storage=storage)
+    ring.extend(rows([0, 1], 0, 5))
+    assert ring.take(3)["x"].tolist() == [[0, 1, 2]] * 2
+    streams = ReplayBuffer(storage=storage, writer=LaneWriter(5))
+    taken = [streams.take(1)["x"].tolist() for _ in range(2)]
+    assert taken == [[[3]] * 2, [[4]] * 2]
+
+
 @pytest.mark.acceptance("C1")
 def test_a_named_stream_without_rows_is_empty_and_an_unknown_one_an_error() -> None:
     rb, grid = make("streams", lanes=range(3)), make("grid")
