@@ -195,9 +195,13 @@ class ChangeLog:
         """Record that streams are cut, or that cuts are removed."""
         self._record(ChangeKind.CUT)
 
-    def move(self) -> None:
-        """Record that any row may be at another slot."""
-        self._record(ChangeKind.MOVE)
+    def move(self, slots: Array | None = None) -> None:
+        """Record that any row may be at another slot.
+
+        Args:
+            slots: the slots that have other rows, or no row now; None for any slots.
+        """
+        self._record(ChangeKind.MOVE, slots)
 
     def remove(self, removal: Removal, before: int) -> None:
         """Record that rows are gone, and that others have moved.
@@ -281,6 +285,7 @@ class ChangeLog:
         paths: Collection[Path] | None = None,
         *,
         edits: bool = True,
+        moves: bool = False,
     ) -> list[Any] | None:
         """Return the slots that have changed since ``seen``; None if any may have.
 
@@ -288,6 +293,8 @@ class ChangeLog:
             ring: number of slots of the ring, if rows are appended.
             paths: leave out the edits of other columns; None for all columns.
             edits: whether to include edits.
+            moves: whether to include slots to which rows have moved, and some that have no row now.
+                Otherwise rows that have moved may have changed any slots.
         """
         changes, found = self.since(seen), []
         if changes is None:
@@ -298,9 +305,10 @@ class ChangeLog:
                 continue
             if paths is not None and columns is not None and columns.isdisjoint(paths):
                 continue
-            if slots is None or kind is ChangeKind.REMOVE:
+            moved = kind in (ChangeKind.MOVE, ChangeKind.REMOVE)
+            if slots is None or (moved and not moves):
                 return None
-            found.append(change.in_ring(ring))
+            found.append(slots.target if kind is ChangeKind.REMOVE else change.in_ring(ring))
         return found
 
     def __getstate__(self) -> dict[str, Any]:

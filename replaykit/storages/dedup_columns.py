@@ -175,16 +175,18 @@ class DedupColumns:
         ledger, seen = self._outdated
         self._outdated = ledger, -1  # until everything is derived
         paths = {*self._root_of, *self._root_of.values()}
-        slots = ledger.log.slots_since(seen, self.slots, paths)
-        if slots is None or _PART * sum(map(len, slots)) > ledger.length:
+        slots = ledger.log.slots_since(seen, self.slots, paths, moves=True)
+        self.table.read_stored(ledger.length)
+        if slots is None or _PART * sum(map(len, slots)) > self.table.stored:
             self.reread(ledger)
         elif slots:
             changed = torch.from_numpy(np.unique(np.concatenate(slots)))
-            self.table.follow(self._elements_at(changed), ledger.length)
-            written = ledger.log.slots_since(seen, self.slots, edits=False)
+            self.table.follow(self._elements_at(changed))
+            written = ledger.log.slots_since(seen, self.slots, edits=False, moves=True)
             if self._tails is not None and written:
                 at = torch.from_numpy(np.unique(np.concatenate(written)))
-                self._tails.follow(at[ledger.positions(at).argsort()])
+                if len(at := at[at < ledger.length]):
+                    self._tails.follow(at[ledger.positions(at).argsort()])
         self._outdated = None
 
     def reread(self, ledger: Ledger) -> None:
@@ -196,7 +198,7 @@ class DedupColumns:
         self.table.reread(ledger.length)
         self._forget_newest()
         if self._tails is not None:
-            alone = self.table.lone_ends()
+            alone = self.table.lone_ends(ledger.length)
             order = np.argsort(ledger.positions(torch.from_numpy(alone)).numpy())
             self._tails.found(torch.from_numpy(alone[order]))
 

@@ -226,6 +226,9 @@ class DedupJournal:
         self.reserved: Any = None
         """The number of entries with reserved blocks, in memory that processes share; None if the
         rows are not shared."""
+        self.referring: range | None = None
+        """The place of the result of ``stored`` among the signs for other processes; None if the
+        rows are not shared."""
         self._targets: range = range(0)
 
     # -- files --------------------------------------------------------------------------------
@@ -348,6 +351,20 @@ class DedupJournal:
             numbers = _run_of(np.sort(-1 - entries[~inside]))
             for target in self._targets:
                 home.journal_rows(target, numbers)
+
+    def stored(self, length: int) -> int:
+        """Return the number of slots whose references count, of which ``length`` hold rows."""
+        at = self.referring
+        if at is None:
+            return length
+        return int(self._recovery.home.table(Tables.SIGNS, at.stop)[at.start])
+
+    def set_stored(self, slots: int) -> None:
+        """Set the number of slots whose references count, for all processes."""
+        at = self.referring
+        if at is not None and self.stored(0) != slots:
+            self._recovery.journal_table(Tables.SIGNS, at)
+            self._recovery.home.table(Tables.SIGNS, at.stop)[at.start] = slots
 
 
 def _run_of(numbers: Array) -> Array | range:

@@ -573,6 +573,7 @@ class Ledger:
         moved: bool,
         removed: bool,
         placed: Array | None = None,
+        slots: Array | None = None,
     ) -> None:
         """Follow a committed ledger, whose tables are in the region.
 
@@ -582,10 +583,12 @@ class Ledger:
             removed: whether rows may have been removed and others moved.
             placed: the slots of rows that were written by stream, and possibly of others; None
                 if they may be any.
+            slots: if rows were removed, the slots that have other rows or no row now; None if they
+                may be any.
         """
         if moved:
             self.changes += 1
-            self.log.move()
+            self.log.move(slots)
             if removed:
                 self.log.removed = self.log.number
             self._moved_at = next_position

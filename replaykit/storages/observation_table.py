@@ -52,9 +52,11 @@ class ObservationTable:
         core: the entries in use, in the compiled core.
         native: reads and writes by the core; None if torch moves the rows, as on other devices.
         journal: the journal of overflow entries and references; None if they are only in memory.
-        stored: number of time slots that hold rows.
+        stored: number of time slots whose references count. The last of these may hold no row after
+            a removal of rows, and keep their entries until other rows are written there. Processes
+            that share the rows agree on the number.
         used: number of time slots whose entries committed rows may refer to. It can be larger than
-            ``stored``, after a removal of rows.
+            ``stored``, after a removal of rows and a recovery.
 
     Cost: 8 bytes per row for the references, and 1 byte for each entry in use. The references of a
     checkpoint that was opened in place are read at their first use.
@@ -144,6 +146,8 @@ class ObservationTable:
 
     def clear(self) -> None:
         """Remove the references of all rows; the memory stays allocated."""
+        if self.journal is not None:
+            self.journal.set_stored(0)
         self._later = None
         self.core.clear()  # writes no reference
         self.stored = 0
@@ -195,26 +199,37 @@ class ObservationTable:
             ValueError: the references contradict each other.
         """
         self.point()
-        self.stored = stored
-        most = int(self.references[: stored * self.cells].max(initial=0))
-        self.used = max(self.used, stored, -(-most // self.cells))
-        self.core.derive(stored * self.cells)
+        self.read_stored(stored)
+        self._count_used(self.references[: self.stored * self.cells])
+        self.core.derive(self.stored * self.cells)
 
-    def follow(self, elements: Array, stored: int) -> None:
+    def read_stored(self, stored: int) -> None:
+        """Read ``stored`` if processes share it, and set it to the given number otherwise."""
+        self.stored = stored if self.journal is None else self.journal.stored(stored)
+
+    def _count_used(self, references: Array) -> None:
+        most = int(references.max(initial=0))
+        self.used = max(self.used, self.stored, -(-most // self.cells))
+
+    def follow(self, elements: Array) -> None:
         """Find the entries in use after another process has changed references of elements.
 
-        The elements are distinct, and ``stored`` is as for ``reread``.
+        The elements are distinct. ``read_stored`` has been called.
 
         Raises:
             ValueError: the references contradict each other.
         """
         self.point()
-        self.stored = stored
-        self.core.follow(elements.ctypes.data, len(elements), stored * self.cells)
+        elements = elements[elements < self.stored * self.cells]
+        self._count_used(self._references[elements])
+        self.core.follow(elements.ctypes.data, len(elements), self.stored * self.cells)
 
-    def lone_ends(self) -> Array:
-        """Return the elements whose next observation is not the observation of an element."""
-        elements = np.arange(self.stored * self.cells)
+    def lone_ends(self, stored: int) -> Array:
+        """Return the elements whose next observation is not the observation of an element.
+
+        ``stored`` is the number of slots that hold rows.
+        """
+        elements = np.arange(stored * self.cells)
         own, nexts = (
             entries_of(self._references, elements, self.cells, kind) for kind in (OBSERVATION, NEXT)
         )
@@ -448,10 +463,13 @@ class ObservationTable:
             else:
                 self.rows.changes.wrote_at(slots, [REFERENCES_KEY] if assign else None)
                 top = int(slots.numpy().max()) + 1
+            stored = max(self.stored, top)
+            if self.journal is not None:
+                self.journal.set_stored(stored)
         except BaseException:
             core.forget()
             raise
-        self.stored = max(self.stored, top)
+        self.stored = stored
         self.used = max(self.used, self.stored)
         if direct and self.native is not None:
             core.write(self._addresses(sources), self.native.threads(count * cells))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-ANNOUNCED, IRREGULAR, RESET, RESERVED, REMOVED = range(SIGN_COUNT := 5)
+ANNOUNCED, IRREGULAR, RESET, RESERVED, REMOVED, REFERRING = range(SIGN_COUNT := 6)
 """Numbers of the signs that writers set for readers without the lock.
 
 - ``ANNOUNCED``: row id up to which a process is writing rows at the cursor.
@@ -37,6 +37,7 @@ ANNOUNCED, IRREGULAR, RESET, RESERVED, REMOVED = range(SIGN_COUNT := 5)
 - ``RESET``: number of the last state with changes that are not writes at the cursor.
 - ``RESERVED``: number of overflow entries with reserved blocks.
 - ``REMOVED``: number of the last state in which rows were removed and others moved.
+- ``REFERRING``: number of slots whose references count; see ``ObservationTable``. It is journaled.
 """
 
 _ALONE, _SHARED, _REFERENCES = 1, 3, 4
@@ -125,6 +126,7 @@ def _dedup_columns(
     columns.table.journal_by(journal, references)
     if recovery.sharing is not None:
         journal.reserved = recovery.sharing.signs[RESERVED:]
+        journal.referring = range(REFERRING, REFERRING + 1)
         columns.table.core.share()
         columns.outdate(recovery.storage.ledger)
     return columns
@@ -166,7 +168,9 @@ def hand_over(recovery: Recovery, more: Sequence[int]) -> None:
         home.publish(found, version=_REFERENCES if "references" in found else _SHARED)
         recovery.hand_over(more)
         if isinstance(columns, DedupColumns):
-            home.table(Tables.SIGNS, SIGN_COUNT)[RESERVED] = columns.table.overflow_entries
+            signs = home.table(Tables.SIGNS, SIGN_COUNT)
+            signs[RESERVED] = columns.table.overflow_entries
+            signs[REFERRING] = recovery.storage.ledger.length
     recovery.active = False
 
 

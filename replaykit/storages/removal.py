@@ -32,10 +32,6 @@ def check_removable(storage: Any, name: str) -> None:
             f"{name} expected a tensor or memmap storage with lane_key=, the column that "
             f"identifies streams, got {storage!r}"
         )
-    shared = storage.recovery is not None and storage.recovery.shared
-    if shared and getattr(storage, "dedup_next", False):
-        # The processes would have to agree on the observations of slots without a row.
-        raise ValueError(f"{name} expected no shared storage with dedup_next=, got {storage!r}")
 
 
 def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:

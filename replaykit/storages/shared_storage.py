@@ -366,10 +366,10 @@ class Sharing:
         if isinstance(columns, DedupColumns):
             columns.outdate(ledger, -1 if since is None else ledger.log.number)
         moved = since is None or _MOVED in since or _REMOVED in since
-        outdated = None if since is None else self._outdated_slots(storage, since, state)
-        length = ledger.length
+        outdated = None if since is None else self._outdated_slots(ledger, since, state)
+        length, complete = ledger.length, indexes.complete()
         removed = reset or bool(self.signs[REMOVED] > known)
-        ledger.follow(*state.ledger(), moved=moved, removed=removed, placed=placed)
+        ledger.follow(*state.ledger(), moved=moved, removed=removed, placed=placed, slots=outdated)
         if since is not None:
             self._follow_edits(storage, since)
         changed = since is None or any(
@@ -384,7 +384,7 @@ class Sharing:
         indexes.heads_from = self._heads
         self._logged_at(rows_logged, logged)
         self._follow_counts(state)
-        if outdated is not None:
+        if outdated is not None and complete:
             indexes.follow_moves(outdated, length)
         for place, counts in enumerate(state.priorities[: len(self.recovery.samplers)]):
             at = None if since is None else since.get(Tables.PRIORITIES + place, _NO_ELEMENTS)
@@ -393,17 +393,16 @@ class Sharing:
 
     @staticmethod
     def _outdated_slots(
-        storage: LazyTensorStorage, since: dict[int, Array | None], state: CommittedState
+        ledger: Ledger, since: dict[int, Array | None], state: CommittedState
     ) -> Array | None:
-        """Return the slots that have other rows after removals; None if any slot may have.
+        """Return the slots that have other rows, or none, after removals; None if any may have.
 
-        A ``complete`` index can follow such changes. The ledger has not followed ``state`` yet.
+        The ledger has not followed ``state`` yet.
         """
-        ledger = storage.ledger
         placed, moved = since.get(_PLACED, _NO_ELEMENTS), since.get(_REMOVED)
         # The log has no writes at the cursor that came before the first write by stream.
         whole = _MOVED in since or ledger.in_order or state.cleared != ledger.cleared
-        if whole or placed is None or moved is None or not storage.indexes.complete():
+        if whole or placed is None or moved is None:
             return None
         return np.unique(np.concatenate([placed, moved, np.arange(state.length, ledger.length)]))
 

@@ -223,8 +223,7 @@ class EpisodeWriter(Writer):
             since a recovery. Each process that shares a storage counts the removals it has made.
 
     Raises:
-        ValueError: an argument is unknown; the storage has no ``lane_key``, or is shared and has
-            ``dedup_next``.
+        ValueError: an argument is unknown; the storage has no ``lane_key``.
         ValueError: on write, an episode is too long, is already stored, has its rows in several
             places of the batch, or ends before its last row.
         BufferFull: on write, too many of the stored episodes are protected.

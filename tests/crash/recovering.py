@@ -42,6 +42,7 @@ SHARED = (
     "shared once lanes",
     "shared once streams",
     "shared once rings",
+    "shared once episodes",
 )
 """The same in a buffer that processes share."""
 

@@ -21,7 +21,8 @@ import torch
 from replaykit import ReplayBuffer
 from replaykit.recovery.recovery_folder import RecoveryFolder
 from replaykit.storages import recoverable, recoverable_files, shared_storage
-from tests.crash.recovering import Child, kill_at
+from tests.crash import recovering
+from tests.crash.recovering import Child, apply, differences, kill_at, shown
 from tests.crash.sharing import (
     assert_returns,
     assert_whole,
@@ -32,6 +33,7 @@ from tests.crash.sharing import (
     samples,
     size_of,
 )
+from tests.storages.sharing import another
 
 # Its processes get all they have pickled, as spawned ones do, and need no second to import torch.
 multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.crash.sharing"])
@@ -336,6 +338,55 @@ def test_killed_writer_leaves_whole_streams_with_their_returns(
         assert buffer.write_count == sum(
             size_of(writer, one) for writer, batch in enumerate(there) for one in range(batch)
         )
+
+
+def _applies(buffer: ReplayBuffer, kind: str, steps: range, said: Any, die_at: int) -> None:
+    torch.set_num_threads(1)
+    kill_at(die_at)
+    for step in steps:
+        apply(buffer, kind, step)
+        said.send(step)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds", "seed"),
+    [
+        ("episodes", 5, 0),
+        ("once episodes", 8, 1),
+        *(
+            pytest.param(kind, 20, seed, marks=pytest.mark.long)
+            for kind in ("episodes", "once episodes")
+            for seed in range(10, 20)
+        ),
+    ],
+)
+def test_killed_process_leaves_committed_episodes_and_removals(
+    kind: str, rounds: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two other handles go on, and agree with a buffer of one process."""
+    monkeypatch.setattr(recovering, "SLOTS", 120)
+    kind, draw = f"shared {kind}", random.Random(seed)
+    buffer, model = (recovering.new_buffer(kind, path) for path in (tmp_path / "rows", None))
+    handles = buffer, another(buffer)
+    for turn in range(rounds):
+        first = 1000 * seed + 20 * turn
+        steps, die_at = range(first, first + 12), draw.randrange(1, 9000)
+        child = Child(
+            multiprocessing.get_context("fork"), _applies, buffer, kind, steps, die_at=die_at
+        )
+        done = child.last_said(first - 1)
+        for step in range(first, done + 1):
+            apply(model, kind, step)
+        if done + 1 in steps and differences(shown(buffer), shown(model)):
+            apply(model, kind, done + 1)  # it was committed, but not reported
+        for handle in handles:
+            assert not differences(shown(handle), shown(model))
+        for number in range(4):
+            for other in (handles[number % 2], model):
+                apply(other, kind, first + 12 + number)
+            for handle in handles:
+                assert not differences(shown(handle), shown(model))
 
 
 @pytest.mark.parametrize("dedup", [False, True])

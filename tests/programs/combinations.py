@@ -304,10 +304,6 @@ REFUSALS = [
         "EpisodeWriter expected a tensor or memmap storage with lane_key=",
     ),
     Refusal(
-        lambda c: c.writer == "episodes" and c.shared and c.dedup,
-        "EpisodeWriter expected no shared storage with dedup_next=",
-    ),
-    Refusal(
         lambda c: c.writer == "best" and c.lanes > 1,
         "a TensorDictMaxValueWriter expected a storage with ndim=1",
     ),

@@ -457,7 +457,7 @@ def ordered(c: Combination) -> bool:
 
 def removes(c: Combination) -> bool:
     """True if rows that are taken leave the storage at once."""
-    return c.writer in ("lanes", "episodes") and not (c.shared and c.dedup)
+    return c.writer in ("lanes", "episodes")
 
 
 def remove(s: Session, slots: list[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from replaykit import (
     SliceSampler,
 )
 from replaykit.storages import shared_storage as shared
+from replaykit.storages.observation_table import ObservationTable
 from tests.storages.sharing import another, drawn, shown
 
 SLOTS, LANES = 7, 2
@@ -135,6 +137,7 @@ KINDS = {
     "episode priorities": Kind("episode priorities"),
     "episode priorities of rings": Kind("episode priorities", streams=True, length=2),
     "references of rings": Kind("slices", streams=True, dedup=True, length=2),
+    "references of episodes": Kind("prioritized slices", streams=True, dedup=True, episodes=True),
 }
 
 
@@ -245,7 +248,7 @@ def take(worked: Worked, at: int, step: tuple[Any, ...], folder: Path) -> None:
     elif what == "empty":
         worked.emptied = True
         worked.do(at, lambda buffer: buffer.empty(more[0]))
-    elif what == "remove" and kind.streams and not kind.dedup:
+    elif what == "remove" and kind.streams:
         before = streams_of(model)
         worked.do(at, lambda buffer: buffer.remove_oldest(more[0]))
         worked.emptied |= streams_of(model) < before
@@ -495,3 +498,36 @@ def test_references_that_are_followed_equal_those_that_are_read_again(
     alone = sum(1 + int((run.diff() != 1).sum()) for run in runs)
     assert one.storage.overflow_rows == alone
     assert (stored["next", "number"] == stored["number"] + 1).all()
+
+
+@pytest.mark.parametrize("writer", [EpisodeWriter, lambda: LaneWriter(20)])
+def test_removals_are_followed_without_a_pass_over_all_references(
+    writer: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"dedup_next": ["number"], "on_mismatch": "dense"}
+    one, plain = (
+        ReplayBuffer(
+            storage=LazyTensorStorage(400, lane_key="lane", **(options if share else {})),
+            writer=writer(),
+            shared=share,
+        )
+        for share in (True, False)
+    )
+    handles, draw, episodes = (one, another(one)), Random(4), writer is EpisodeWriter
+    for turn in range(160):
+        if turn == 50:  # each handle has written
+            monkeypatch.setattr(ObservationTable, "reread", lambda *_: pytest.fail("reread"))
+        lanes = plain["lane"].unique().tolist() if len(plain) else []
+        if lanes and draw.random() < 0.4:
+            count, lane = draw.randint(1, 3), draw.choice(lanes)
+            for buffer in (handles[turn % 2], plain):
+                buffer.remove_oldest(count, lane=lane)
+        else:
+            lane = turn if episodes else draw.randrange(20)
+            rows = steps_of(10 * turn, [0] * 7 + [int(episodes)], lane)
+            rows["next", "number"] = rows["number"] + 1
+            for buffer in (handles[turn % 2], plain):
+                buffer.extend(rows)
+        for buffer in handles:
+            assert (buffer[:] == plain[:]).all()
+            assert shown(buffer)["order"] == shown(plain)["order"]
