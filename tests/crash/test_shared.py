@@ -389,13 +389,16 @@ def test_killed_process_leaves_committed_episodes_and_removals(
                 assert not differences(shown(handle), shown(model))
 
 
-@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize(("slots", "dedup"), [(10, False), (10, True), (40, True)])
 def test_next_process_rolls_back_half_written_rows(
-    dedup: bool, monkeypatch: pytest.MonkeyPatch
+    slots: int, dedup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = new_buffer(10, dedup=dedup)
+    buffer = new_buffer(slots, dedup=dedup)
+    other = another(buffer)
+    buffer.extend(rows(7, 0, 0, slots + 13))
+    buffer.empty()  # the files still hold the references of these rows
     for batch in range(4):
-        buffer.extend(rows(0, batch, 3 * batch, 3))
+        (buffer, other)[batch % 2].extend(rows(0, batch, 3 * batch, 3))
     before = buffer[:].clone()
     priorities = buffer.sampler.state_dict()["_priorities"].tolist()
 
@@ -407,8 +410,10 @@ def test_next_process_rolls_back_half_written_rows(
     assert buffer.write_count == 12
     assert (buffer[:] == before).all()
     assert buffer.sampler.state_dict()["_priorities"].tolist() == priorities
-    buffer.extend(rows(0, 4, 12, 1))
-    assert numbers_by_writer(buffer) == {0: list(range(3, 13))}
+    for batch in range(4, 28):
+        buffer.extend(rows(0, batch, 8 + batch, 1))
+        assert numbers_by_writer(buffer) == {0: list(range(9 + batch))[-slots:]}
+    assert numbers_by_writer(other) == numbers_by_writer(buffer)
 
 
 @pytest.mark.parametrize(("disk", "dedup"), [(False, False), (True, False), (False, True)])
