@@ -177,7 +177,7 @@ def save_snapshot(
         snapshot = held.enter_context(snapshot_of(Base.of(folder)))
         with naming(folder):
             make_directory(folder)
-        with _exclusive(folder):
+        with exclusive(folder / ".lock"):
             base = Base.of(folder)
             if not snapshot.extends(base):
                 held.close()
@@ -316,11 +316,14 @@ def _sync(files: Iterable[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Exclude other saves to the folder; the kernel frees the lock of a dead process."""
+def exclusive(path: Path) -> Iterator[None]:
+    """Exclude others that hold this lock file; the kernel frees the lock of a dead process.
+
+    The caller is inside ``deferred``, and Ctrl-C ends the wait for the lock.
+    """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(path)
     while True:
         try:
             held = lock.acquire(timeout=_POLL_S)

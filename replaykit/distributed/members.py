@@ -116,20 +116,23 @@ class ShardMembers:
         """
         return self.ask(self.present(), verb, *args)
 
-    def ask(self, shards: Sequence[int], verb: str, *args: Any) -> dict[int, Any]:
+    def ask(
+        self, shards: Sequence[int], verb: str, *args: Any, within: float | None = None
+    ) -> dict[int, Any]:
         """Send a message to some shards; return the answers, without those of dead shards."""
         answers = {}
         for shard, sent in [(shard, self.send(shard, verb, *args)) for shard in shards]:
             with contextlib.suppress(ShardDied):
-                answers[shard] = self.receive(shard, sent)
+                answers[shard] = self.receive(shard, sent, within)
         return answers
 
     # -- facts --------------------------------------------------------------------------------
 
-    def refresh(self, terms: Terms | None, max_age: float) -> None:
+    def refresh(self, terms: Terms | None, max_age: float, within: float | None = None) -> None:
         """Ask live shards for facts that are missing or older than ``max_age`` seconds.
 
-        Facts also count as missing if their mass was measured in other `Terms`.
+        Facts also count as missing if their mass was measured in other `Terms`. ``within``: seconds
+        to wait, as for ``receive``.
         """
         oldest, old = time.monotonic() - max_age, []
         for shard in self.present():
@@ -137,7 +140,7 @@ class ShardMembers:
             wrong = facts is None or (terms is not None and facts.terms != terms)
             if wrong or self._heard[shard] <= oldest:
                 old.append(shard)
-        self.ask(old, "facts", terms)
+        self.ask(old, "facts", terms, within=within)
 
     def _learn(self, facts: ShardFacts) -> None:
         """Store facts, unless newer facts are known.
@@ -241,13 +244,13 @@ class ShardMembers:
         """Wait until one of these shards is live.
 
         Raises:
-            TimeoutError: no shard has become live until the time ``until``.
+            ShardSilent: no shard has become live until the time ``until``.
         """
         while not any(self._there[shard] for shard in shards):
             if time.monotonic() >= until:
                 who = f"shard {shards[0]}" if len(shards) == 1 else f"none of shards {shards}"
                 has = "has not" if len(shards) == 1 else "has"
-                raise TimeoutError(f"{who} {has} come back within {self.timeout} s")
+                raise ShardSilent(f"{who} {has} come back in time")
             check()
             for shard in shards:
                 self._probe(shard, _POLL_S)

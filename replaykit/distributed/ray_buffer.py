@@ -23,10 +23,9 @@ from replaykit.distributed.requests import (
     Reply,
     RequestQueue,
     fetch,
-    one_of,
     running_ray,
 )
-from replaykit.distributed.write_queue import WriteQueue, leave_all
+from replaykit.distributed.write_queue import SETTLING_S, WriteQueue, check_left, leave_all
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
@@ -283,12 +282,6 @@ def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | No
     return batch_size is None and not return_info and include_info is None
 
 
-_SETTLING_SECONDS = 10.0
-"""Seconds that `close` waits for writes that a rate limiter delays.
-
-It does not wait longer, since possibly no caller will sample again.
-"""
-
 _ENDING_SECONDS = 10.0
 """Seconds that `close` waits for the end of the actor."""
 
@@ -441,23 +434,13 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
             if self._actor is None:
                 return
             actor = self._actor
-            failed: list[Exception] = []
             try:
-                until = time.monotonic() + _SETTLING_SECONDS if self._paced else None
-                failed, unanswered = leave_all(until, actor)
-                if unanswered:
-                    failed.append(
-                        RuntimeError(
-                            "writes still had to wait for samples when the buffer was closed: they "
-                            "are lost"
-                        )
-                    )
+                left = leave_all(time.monotonic() + SETTLING_S if self._paced else None, actor)
             finally:
                 self._actor = None
                 self._drop_ahead()
                 _end(actor)
-        if failed:
-            raise one_of(failed)
+        check_left(*left)
 
     def shutdown(self) -> None:
         """Close the buffer; the same as ``close``."""

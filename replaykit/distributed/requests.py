@@ -17,6 +17,7 @@ from typing_extensions import Self
 from replaykit._ray import ray_module
 from replaykit.distributed.protocol import Message, ShardSilent, unpack
 from replaykit.errors import ActorLost, RateLimiterTimeout
+from replaykit.interrupts import allowed
 from replaykit.pace import checked_timeout
 
 _MOST_ERRORS = 5
@@ -46,7 +47,8 @@ def fetch(ref: Any, timeout: float | None = None) -> Any:
     """
     ray = running_ray()
     try:
-        return ray.get(ref, timeout=timeout)
+        with allowed:
+            return ray.get(ref, timeout=timeout)
     except Exception as error:
         raise_as_local(error)
         raise
@@ -444,7 +446,7 @@ class Taken:
         while True:
             entry = self.entry
             try:
-                batch = entry[1].get(_left(until))
+                batch = entry[1].get(left_of(until))
                 self._ahead.observe(entry[1])
                 return batch
             except Exception:
@@ -489,5 +491,6 @@ class Taken:
         return True
 
 
-def _left(until: float | None) -> float | None:
+def left_of(until: float | None) -> float | None:
+    """Return the seconds until a time of ``time.monotonic()``, or None without a limit."""
     return None if until is None else max(0.0, until - time.monotonic())

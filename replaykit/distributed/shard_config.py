@@ -605,7 +605,7 @@ def rows_by(client: ShardedClient, index: Any) -> Any:
     if by_position:
         found = client._members.ask_all("stored_slots")
         rows = [client._names.join(shard, slots) for shard, slots in found.items()]
-        stored = torch.cat(rows).sort().values
+        stored = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).sort().values
         return rows_at(client, stored[as_index(index, len(stored))])
     rows = rows_at(client, index.to(torch.int64).reshape(-1))
     return rows if index.ndim else rows[0]

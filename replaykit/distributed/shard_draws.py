@@ -16,9 +16,10 @@ from replaykit._compat import is_tensordict
 from replaykit.buffer.deliver import merged, shaped
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
-from replaykit.distributed.requests import JointReply, Taken
+from replaykit.distributed.requests import JointReply, Taken, left_of
 from replaykit.distributed.shard_config import DrawLaw, rows_of, scattered
 from replaykit.errors import NotEnoughData, RateLimiterTimeout
+from replaykit.interrupts import deferred
 from replaykit.pace import SAMPLE
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import importance_weights
@@ -50,6 +51,8 @@ def choose(
 
 
 _SEEDS = 2**62
+_ANSWER_S = 0.05
+"""Minimum seconds to wait for masses, so that also calls without a wait get them."""
 
 
 class Draws:
@@ -112,27 +115,28 @@ class Draws:
         """Return the masses of all shards in these terms; request them if necessary.
 
         Raises:
-            TimeoutError: other threads with this client keep asking for masses in other terms.
+            ShardSilent: other threads with this client keep asking for masses in other terms.
         """
         members = self.members
         while (masses := members.masses(terms)) is None:
-            if time.monotonic() >= until:
-                raise TimeoutError(
-                    f"no masses of all shards in {terms} within {members.timeout} s: threads with "
-                    "different settings need separate clients"
+            if (left := until - time.monotonic()) <= 0:
+                raise ShardSilent(
+                    f"no masses of all shards in {terms} in time: threads with different settings "
+                    "need separate clients"
                 )
-            members.refresh(terms, float("inf"))
+            members.refresh(terms, float("inf"), left)
         return masses
 
-    def _masses(self, terms: Terms, batch_size: int) -> list[float]:
+    def _masses(self, terms: Terms, batch_size: int, within: float | None) -> list[float]:
         """Return masses of which at least one is positive.
 
-        If no mass is positive, wait for restarts of shards.
+        If no mass is positive, wait for restarts of shards, at most ``within`` seconds.
         """
         members = self.members
-        until = time.monotonic() + members.timeout
+        within = members.timeout if within is None else min(members.timeout, within)
+        until = time.monotonic() + max(within, _ANSWER_S)
         while not any(masses := self._known(terms, until)):
-            members.refresh(terms, 0.0)
+            members.refresh(terms, 0.0, max(0.0, until - time.monotonic()))
             if any(masses := self._known(terms, until)):
                 break
             if away := members.away():
@@ -246,10 +250,11 @@ class Pending(JointReply):
             generator.set_state(self.before)
 
     def _make(self, timeout: float | None) -> tuple[Any, dict[Any, Any]]:
+        until = None if timeout is None else time.monotonic() + timeout
         while len(self._left):
             if self._sent is None:
-                self._ask(self._draws._masses(self._terms, self._batch_size))
-            self._take(timeout)
+                self._ask(self._draws._masses(self._terms, self._batch_size, left_of(until)))
+            self._take(until)
         return self._batch()
 
     def _make_from_known(self) -> tuple[Any, dict[Any, Any]]:
@@ -261,7 +266,7 @@ class Pending(JointReply):
                     self._ask(masses)
             if self._sent is None or not all(reply.is_ready() for _, reply in self._sent.values()):
                 raise ShardSilent("some shards have not answered yet")
-            self._take(0.0)
+            self._take(time.monotonic())
         return self._batch()
 
     def _batch(self) -> tuple[Any, dict[Any, Any]]:
@@ -269,13 +274,13 @@ class Pending(JointReply):
         names, least = GlobalIndex(len(draws.members.shards)), draws._least(self._shares)
         return batch_of(self._shares, names, draws.law.sampler, least)
 
-    def _take(self, within: float | None) -> None:
+    def _take(self, until: float | None) -> None:
         assert self._sent is not None
         members = self._draws.members
         for shard, sent in list(self._sent.items()):
             part: ShardPart | None = None
             with contextlib.suppress(ShardDied):
-                part = members.receive(shard, sent, within)
+                part = members.receive(shard, sent, left_of(until))
             del self._sent[shard]
             if part is not None and part.data is not None:
                 numbers = self._left[self._shards == shard]
@@ -335,10 +340,11 @@ class PacedSample(JointReply):
 
     def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
         """Return the result of the call, after at most ``held_up`` seconds of delay."""
-        with self._client._tickets.ticket(SAMPLE, held_up) as ticket:
+        with deferred, self._client._tickets.ticket(SAMPLE, held_up) as ticket:
             assert ticket is not None
             ticket.admit(self._size)
-            return self._finish(self._batch().get(timeout), ticket)
+            left = None if timeout is None else left_of(ticket.until)
+            return self._finish(self._batch().get(left), ticket)
 
     async def wait(self) -> Any:
         """Return the batch to a coroutine.

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.state import of_another_kind
 from replaykit.buffer.write import store_rows
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.checkpoint.checkpoint_writer import exclusive
 from replaykit.declared import decode_state, encode_state
 from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.shard_config import (
@@ -36,6 +36,7 @@ from replaykit.distributed.shard_config import (
 from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
+from replaykit.interrupts import check, deferred, shielded
 from replaykit.schema import split_leaves
 from replaykit.storages import LazyTensorStorage
 from replaykit.structure import from_json
@@ -65,7 +66,7 @@ def save_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
     """
     folder = Path(path).expanduser().absolute()
     make_directory(folder)
-    with FileLock(folder / _LOCK):
+    with deferred, exclusive(folder / _LOCK):
         _save(client, folder)
 
 
@@ -87,8 +88,9 @@ def _save(client: ShardedClient, folder: Path) -> None:
             folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
         )
     except BaseException:
-        _whatever_it_says(client, "finish_save", token)  # wait until no shard writes there
-        remove_tree(own)
+        with shielded:
+            _whatever_it_says(client, "finish_save", token)  # wait until no shard writes there
+            remove_tree(own)
         raise
     for other in (folder / "shards").iterdir():
         if other.name != token:
@@ -98,10 +100,10 @@ def _save(client: ShardedClient, folder: Path) -> None:
 def load_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint; see ``ShardedClient.loads``."""
     folder = Path(path).expanduser().absolute()
-    with contextlib.ExitStack() as held:
+    with deferred, contextlib.ExitStack() as held:
         # In a read-only directory no lock is needed, since no save can run there.
         with contextlib.suppress(OSError):
-            held.enter_context(FileLock(folder / _LOCK))
+            held.enter_context(exclusive(folder / _LOCK))
         _load(client, folder)
 
 
@@ -138,29 +140,31 @@ def _all_or_none(client: ShardedClient) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _whatever_it_says(client, "drop_load")
+        with shielded:
+            _whatever_it_says(client, "drop_load")
         raise
 
 
 def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) -> None:
     """Replace the rows of all shards by the prepared rows."""
-    with _held(client, token):
-        _all(client, "commit_load", [(token,)] * client.num_shards)
+    root = None if head.layout is None else from_json(head.layout)
+    with _held(client, token), shielded:  # Ctrl-C waits until all shards have changed
+        _all(client, "commit_load", [(token, root)] * client.num_shards)
         if client._tickets.keeper is not None:
             client._tickets.keeper.load(head.pace, client._members.reports())
-    if isinstance(client._router, InTurn):
-        client._router.dealt = dealt
-    client._drop_ahead()
-    if head.generator is not None and client.generator is not None:
-        client.generator.set_state(head.generator.clone())
-    client._members.supervisor.replace(None if head.layout is None else from_json(head.layout))
-    client._schema = client._stored = None
+        if isinstance(client._router, InTurn):
+            client._router.dealt = dealt
+        client._drop_ahead()
+        if head.generator is not None and client.generator is not None:
+            client.generator.set_state(head.generator.clone())
+        client._members.supervisor.replace(root)
+        client._schema = client._stored = None
 
 
 def state_of(client: ShardedClient) -> dict[str, Any]:
     """Return all shards as a dictionary; see ``ShardedClient.state_dict``."""
     token = uuid.uuid4().hex
-    with _held(client, token) as dealt:
+    with deferred, _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
         pace = _pace(client)
@@ -198,7 +202,7 @@ def load_state(client: ShardedClient, state: Any) -> None:
                 "loads() convert between them"
             )
     token = uuid.uuid4().hex
-    with _all_or_none(client):
+    with deferred, _all_or_none(client):
         _all(client, "prepare_state", [(token, shard) for shard in found.shards])
         _commit(client, token, found, found.dealt)
 
@@ -273,17 +277,18 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
     members = client._members
     count = client.num_shards
     until = time.monotonic() + members.timeout
-    while True:
-        try:
-            first = members.receive(0, members.send(0, "freeze", token, _HELD_S))
-            break
-        except BarrierBusy:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(_POLL_S)
-        except ShardDied:
-            members.wait_for([0], until)
     try:
+        while True:
+            try:
+                first = members.receive(0, members.send(0, "freeze", token, _HELD_S))
+                break
+            except BarrierBusy:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_POLL_S)
+                check()
+            except ShardDied:
+                members.wait_for([0], until)
         sent = [members.send(shard, "freeze", token, _HELD_S) for shard in range(1, count)]
         found = {0: first}
         try:
@@ -296,7 +301,8 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
             ) from None
         yield client._router.dealt if isinstance(client._router, InTurn) else 0
     finally:
-        members.ask_all("thaw", token)
+        with shielded:
+            members.ask_all("thaw", token)
 
 
 def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, int]]]) -> None:

@@ -28,6 +28,7 @@ from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, l
 from replaykit.distributed.shard_saves import check_sampler, load_share
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp
 from replaykit.errors import CheckpointError
+from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
 
@@ -66,7 +67,8 @@ class ShardHolder:
         self._saving: dict[str, Future[Any]] = {}
         self._savers = ThreadPoolExecutor(thread_name_prefix=f"replaykit-save-{shard}")
         self._next_save = time.monotonic() + recipe.checkpoint_interval
-        self._emptied = False
+        self._save_now = False
+        self._agreed: Schema | None = None  # of rows before any transform
         if folder is not None and there:
             self._restore(folder)
         self._ended = threading.Event()
@@ -123,20 +125,20 @@ class ShardHolder:
         """Save the shard to the directory from which its successor loads."""
         folder = self.recipe.folder(self.shard)
         if folder is not None:
-            self._emptied = False  # `empty` during this save makes another save due
+            self._save_now = False  # `empty` or a load during this save makes another save due
             save_snapshot(folder, lambda base: self._snapshot(folder, base))
         self._next_save = time.monotonic() + self.recipe.checkpoint_interval
 
     def save_if_due(self) -> None:
-        """Save the shard if the interval has passed, or if it was emptied.
+        """Save the shard if the interval has passed, or if it was emptied or loaded.
 
-        An emptied shard is saved since a restart would otherwise restore the removed rows. Errors
-        such as a full disk are logged. After an error, the previous save stays valid. The next
-        attempt follows after another interval.
+        Then it is saved since a restart would otherwise restore the removed rows. Errors such as a
+        full disk are logged. After an error, the previous save stays valid. The next attempt
+        follows after another interval.
         """
         if self.recipe.checkpoint_dir is None:
             return
-        if not self._emptied and time.monotonic() < self._next_save:
+        if not self._save_now and time.monotonic() < self._next_save:
             return
         try:
             self.save_own()
@@ -266,8 +268,12 @@ class ShardHolder:
         buffer.load_state_dict(state)
         self._loaded = token, buffer
 
-    def commit_load(self, token: str) -> ShardFacts:
-        """Replace the rows of the shard by the rows of the second buffer."""
+    def commit_load(self, token: str, root: Node | None) -> ShardFacts:
+        """Replace the rows of the shard by the rows of the second buffer.
+
+        Args:
+            root: the schema of rows before any transform, or None if the loaded state has none.
+        """
         if self._loaded is None or self._loaded[0] != token:
             raise RuntimeError("expected a prepared load, got none")
         _, buffer = self._loaded
@@ -279,9 +285,11 @@ class ShardHolder:
             self._loaded = None
             self._version += 1
             self._loads += 1
+            self._agreed = None if root is None else Schema(root)
+            self._save_now = True
             self.barrier.load([])
         old.shutdown()
-        self.save_own()
+        self.save_if_due()
         return self.facts()
 
     def drop_load(self) -> None:
@@ -331,11 +339,14 @@ class ShardHolder:
         """Write rows; return their slots.
 
         Args:
+            root: the schema of the rows. The client may not know of a load, so it is checked here.
             priorities: raw priorities, ``[K]``. None sets the default, which is then at least
                 ``most``.
         """
 
         def write(storage: Storage) -> torch.Tensor:
+            self._agreed = self._agreed or Schema(root)
+            self._agreed.check(root)
             count = next(iter(leaves.values())).shape[0]
             data = build(root, leaves, torch.Size([count]), torch.device("cpu"))
             sampler: Any = self.buffer._sampler
@@ -401,7 +412,7 @@ class ShardHolder:
 
         def write(storage: Storage) -> None:
             self.buffer.empty(empty_write_count)
-            self._emptied = True
+            self._save_now = True
 
         return self._once(stamp, write)
 

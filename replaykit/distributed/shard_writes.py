@@ -7,8 +7,9 @@ import contextlib
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
-from replaykit.errors import RateLimiterTimeout
+from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.interrupts import deferred, shielded
 from replaykit.pace import INSERT
 from replaykit.schema import Rows, Schema, split_leaves
@@ -126,7 +127,12 @@ class Writes:
             if left and not again:
                 break
             for shard in left:
-                members.wait_for([shard], until)
+                try:
+                    members.wait_for([shard], until)
+                except Exception as error:
+                    if not members.is_there(shard):
+                        raise
+                    refused = error  # of on_loss, and raised when the write is complete
             if left and time.monotonic() >= until:  # shards may have forgotten the write
                 raise TimeoutError(f"shards {left} have died repeatedly, and have not answered")
         if refused is not None:
@@ -172,6 +178,40 @@ class Delivery(Reply):
         return await asyncio.shield(asyncio.wrap_future(self._future))
 
 
+class Sender:
+    """The thread that makes the asynchronous writes of one client, in their order. Thread-safe.
+
+    The thread ends when it has made all writes. It is a daemon, since a write may wait for samples
+    without end; the end of the program waits for writes in ``write_queue``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, deliver: Callable[[], Any]) -> Future[Any]:
+        """Let the thread call a function after all earlier functions; return its future result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._left:
+                threading.Thread(target=self._run, name="replaykit-writes", daemon=True).start()
+            self._left.append((future, deliver))
+        return future
+
+    def _run(self) -> None:
+        left = True
+        while left:
+            with self._lock:
+                future, deliver = self._left[0]
+            try:
+                future.set_result(deliver())
+            except BaseException as error:
+                future.set_exception(error)
+            with self._lock:
+                self._left.popleft()
+                left = bool(self._left)
+
+
 # -- new rows --------------------------------------------------------------------------------------
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -187,7 +227,7 @@ def write_rows(
 ) -> torch.Tensor:
     """Store rows and return their index; see ``ShardedClient.extend``."""
     client._check_open()
-    with client._tickets.ticket(INSERT, timeout) as ticket:
+    with deferred, client._tickets.ticket(INSERT, timeout) as ticket:
         client._write_queue.flush(None if ticket is None else ticket.until)
         rows, priorities = _checked(client, data, single, update_priority)
         if not len(rows):
@@ -244,23 +284,8 @@ def send_rows(
 def in_thread(
     client: ShardedClient, deliver: Callable[[], Any], *, paced: bool = False
 ) -> RemoteResult:
-    """Call ``deliver`` in a thread after all earlier writes; return its future result.
-
-    The thread ends when it has made all writes and the handle was deleted.
-    """
-
-    def send() -> Delivery:
-        if client._thread is None:
-            client._thread = ThreadPoolExecutor(1, "replaykit-writes")
-        refused: list[bool] = []
-        try:
-            future = client._thread.submit(lambda: None if refused else deliver())
-        except RuntimeError:  # no thread can be started
-            refused.append(True)
-            raise
-        return Delivery(future, paced=paced)
-
-    return client._write_queue.put(send)
+    """Call ``deliver`` in a thread after all earlier writes; return its future result."""
+    return client._write_queue.put(lambda: Delivery(client._sender.submit(deliver), paced=paced))
 
 
 def index_of_one(index: torch.Tensor) -> int | None:
@@ -275,7 +300,24 @@ def _checked(
 
     Only ``_agree`` can still refuse the returned rows.
     """
-    key, known = client._priority_key, client._known_schema()
+    known = client._known_schema()
+    try:
+        return _checked_by(client, known, data, single, update_priority)
+    except SchemaError:
+        now = client._known_schema(again=True)
+        if known is None or (now is not None and now.root == known.root):
+            raise
+    return _checked_by(client, now, data, single, update_priority)
+
+
+def _checked_by(
+    client: ShardedClient,
+    known: Schema | None,
+    data: Any,
+    single: bool,
+    update_priority: bool | None,
+) -> tuple[Rows, torch.Tensor | None]:
+    key = client._priority_key
     rows = split_leaves(data, 1, single=single, optional=(key,), schema=known)
     if not len(rows):
         return rows, None

@@ -18,13 +18,10 @@ from replaykit.distributed.protocol import ShardLoss
 from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_of
 from replaykit.distributed.sharded_client import ShardedClient
 from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
-from replaykit.errors import RateLimiterTimeout
+from replaykit.distributed.write_queue import SETTLING_S, check_left
 from replaykit.keywords import checked_keywords
 from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler
-
-_FLUSH_S = 10.0
-"""Seconds that ``close`` waits for writes that a rate limiter delays."""
 
 
 class ShardedReplayBuffer(ShardedClient[DataT]):
@@ -199,7 +196,8 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         nothing.
 
         Raises:
-            Exception: the error of a write whose result was not asked for.
+            Exception: the error of a write whose result was not asked for. If there are several,
+                the first is raised, and its text lists the others.
             RuntimeError: writes were lost because they still waited for the rate limiter after 10
                 seconds.
         """
@@ -207,13 +205,10 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             self._closed = True
             paced = self._tickets.keeper is not None
             try:
-                self._write_queue.flush(time.monotonic() + _FLUSH_S if paced else None)
-            except RateLimiterTimeout:
-                raise RuntimeError(
-                    "writes still had to wait for samples when the buffer was closed: they are lost"
-                ) from None
+                left = self._write_queue.leave(time.monotonic() + SETTLING_S if paced else None)
             finally:
                 self._host.close()
+            check_left(*left)
 
     shutdown = close
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from replaykit.distributed.shard_config import (
 from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
+    Sender,
     Writes,
     cut_streams,
     index_of_one,
@@ -42,6 +42,7 @@ from replaykit.distributed.shard_writes import (
 )
 from replaykit.distributed.shards import Supervisor
 from replaykit.distributed.write_queue import WriteQueue
+from replaykit.interrupts import deferred
 from replaykit.keywords import named_after
 from replaykit.pace import SAMPLE
 from replaykit.schema import Schema
@@ -145,8 +146,7 @@ class ShardedClient(Handle[DataT]):
         self._sampler: Any = copy.deepcopy(settings.sampler)
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
-        self._write_queue = WriteQueue()
-        self._thread: ThreadPoolExecutor | None = None
+        self._write_queue, self._sender = WriteQueue(actor=object()), Sender()
         self._tickets = Tickets(members)
         self._schema: Schema | None = None  # of rows before any transform
         self._stored: Schema | None = None  # of rows after the inverse transforms
@@ -171,9 +171,12 @@ class ShardedClient(Handle[DataT]):
         self._check_open()
         self._write_queue.flush(held_up=False)
 
-    def _known_schema(self) -> Schema | None:
-        """Return the schema of rows before any transform, or None if it is not known yet."""
-        if self._schema is None:
+    def _known_schema(self, *, again: bool = False) -> Schema | None:
+        """Return the schema of rows before any transform, or None if it is not known yet.
+
+        ``again``: ask for it, since another client may have loaded rows with another schema.
+        """
+        if again or self._schema is None:
             root = self._members.supervisor.agree(None)
             self._schema = None if root is None else Schema(root)
         return self._schema
@@ -355,8 +358,8 @@ class ShardedClient(Handle[DataT]):
         Writes of one handle are stored in order. Other writes, updates, saves and ``close`` wait
         for the asynchronous writes of the handle. These calls raise the errors of writes whose
         results were not asked for. Samples do not wait. If more than 16 writes are under way, the
-        call waits for the oldest write. Writes that are still under way when the process ends may
-        be lost; ``flush`` waits for them.
+        call waits for the oldest write. A program that ends waits up to five seconds for its
+        writes, and warns of writes that may be lost; ``flush`` waits for all.
 
         With a rate limiter, each asynchronous write waits without a time limit until the limiter
         admits its rows. The writes keep their order. Calls that do not write rows do not wait for
@@ -399,11 +402,12 @@ class ShardedClient(Handle[DataT]):
                 ``stats`` are then also reset to 0.
         """
         self._before_a_write()
-        self._writes.to_all("empty", empty_write_count)
-        self._tickets.emptied(counting_on=not empty_write_count)
-        if isinstance(self._router, InTurn):
-            self._router.dealt = 0
-        self._drop_ahead()
+        with deferred:
+            self._writes.to_all("empty", empty_write_count)
+            self._tickets.emptied(counting_on=not empty_write_count)
+            if isinstance(self._router, InTurn):
+                self._router.dealt = 0
+            self._drop_ahead()
 
     def flush(self) -> torch.Tensor:
         """Store the rows that the shards' transforms hold back.
@@ -611,7 +615,7 @@ class ShardedClient(Handle[DataT]):
     ) -> Any:
         self._check_open()
         size, merge = self._size_of(batch_size), should_merge(include_info, 4)
-        with self._tickets.ticket(SAMPLE, timeout) as ticket:
+        with deferred, self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._is_ahead(size)
             early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
             if early is None:

@@ -15,7 +15,7 @@ import torch
 
 from replaykit._compat import TensorDict, has_names
 from replaykit.distributed.protocol import BarrierBusy, Message, pack
-from replaykit.distributed.requests import RemoteResult, Reply, joined_texts
+from replaykit.distributed.requests import RemoteResult, Reply, joined_texts, one_of
 from replaykit.errors import RateLimiterTimeout, SchemaError
 from replaykit.interrupts import deferred
 from replaykit.pace import checked_timeout
@@ -49,8 +49,8 @@ class WriteQueue:
         rows: maximum number of rows in a common message. With 0 or 1, every write is sent
             separately.
         seconds: maximum seconds for which a row waits before it is sent.
-        actor: the actor that receives the writes. With None, the end of the program does not wait
-            for the writes.
+        actor: the actor that receives the writes, or another object if it is no actor. With None,
+            the end of the program does not wait for the writes.
 
     Attributes:
         held_up: whether a rate limiter delays the oldest write.
@@ -386,6 +386,25 @@ def leave_all(until: float | None, actor: Any = None) -> tuple[list[Exception], 
             failed += errors
             unanswered += left
     return failed, unanswered
+
+
+SETTLING_S = 10.0
+"""Seconds that ``close`` waits for writes that a rate limiter delays.
+
+It does not wait longer, since possibly no caller will sample again.
+"""
+
+
+def check_left(failed: list[Exception], unanswered: int) -> None:
+    """Raise one error for all errors and unanswered messages that ``close`` has found.
+
+    The arguments are results of ``WriteQueue.leave`` or `leave_all`.
+    """
+    if unanswered:
+        text = "writes still had to wait for samples when the buffer was closed: they are lost"
+        failed = [*failed, RuntimeError(text)]
+    if failed:
+        raise one_of(failed)
 
 
 def _leave_at_exit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,6 +139,37 @@ def test_calls_to_a_shard_that_does_not_return_time_out(sharded: Any) -> None:
     assert set(rb.sample(10)["x"].tolist())
     kill(rb, 1)
     refuses(TimeoutError, r"none of shards \[0, 1\] has come back", rb.sample, 10)
+
+
+def test_result_waits_no_longer_than_its_timeout_and_continues_later(sharded: Any) -> None:
+    rb = sharded(2, timeout=20.0, batch_size=4, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 4))
+    held = hold(rb)
+    kill(rb, 0)
+    kill(rb, 1)
+    batch, begun = rb.sample_async(), time.monotonic()
+    refuses(ShardSilent, r"none of shards \[0, 1\] has come back", batch.result, 0.1)
+    assert time.monotonic() - begun < 10
+    refuses(RuntimeError, "all shards have died and are being restarted", lambda: rb[:])
+    held.holding = False
+    rb.extend(numbered(4, 4))
+    assert set(batch.result()["x"].tolist()) <= {4, 5, 6, 7}
+
+
+def test_write_is_complete_before_an_error_of_on_loss_is_raised(sharded: Any) -> None:
+    def fails(loss: ShardLoss) -> None:
+        raise ZeroDivisionError("an error of on_loss")
+
+    rb = sharded(2, shard_key="x", on_loss=fails)
+    rb.extend(numbered(0, 20))
+    kept = set(
+        rb._members.receive(1, rb._members.send(1, "read", torch.arange(4)))[0]["x"].tolist()
+    )
+    kill(rb, 0)
+    refuses(ZeroDivisionError, "an error of on_loss", rb.extend, numbered(0, 20))
+    found = rb[:]["x"].tolist()
+    assert set(found) == set(range(20))
+    assert all(found.count(x) == 2 for x in kept)
 
 
 def test_every_client_reports_its_rows_lost_with_a_dead_shard(sharded: Any) -> None:

@@ -578,6 +578,6 @@ def test_samples_and_writes_wait_for_each_other_in_the_actor(
         assert handle.sample(timeout=60).shape == (4,)
     with pytest.raises(RateLimiterTimeout):
         [rb.extend(make_rows(40, 8), timeout=0.5) for _ in range(5)]
-    monkeypatch.setattr("replaykit.distributed.ray_buffer._SETTLING_SECONDS", 0.1)
+    monkeypatch.setattr("replaykit.distributed.ray_buffer.SETTLING_S", 0.1)
     rb.extend_async(make_rows(48, 8))
     refuses(RuntimeError, "wait for samples", rb.close)

@@ -278,8 +278,8 @@ def test_mass_for_an_outdated_exponent_is_requested_again(sharded: Any) -> None:
     members = rb._members
     refresh, asked = members.refresh, []
 
-    def interrupted(terms: Any, max_age: float) -> None:
-        refresh(terms, max_age)
+    def interrupted(terms: Any, max_age: float, within: float | None = None) -> None:
+        refresh(terms, max_age, within)
         asked.append(max_age)
         if len(asked) == 1:
             members.receive(1, members.send(1, "facts", terms._replace(alpha=0.5)))

@@ -289,7 +289,7 @@ def test_only_writes_wait_for_delayed_writes(
     assert second.result(20) == 6
     assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     lost = rb.extend_async(numbers(7, 3))
-    monkeypatch.setattr(sharded_buffer, "_FLUSH_S", 0.05)
+    monkeypatch.setattr(sharded_buffer, "SETTLING_S", 0.05)
     refuses(RuntimeError, "still had to wait for samples when the buffer was clo", rb.close)
     refuses(RuntimeError, "shut down", lost.result, 20)
 

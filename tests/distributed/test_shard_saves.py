@@ -24,10 +24,12 @@ from replaykit import (
 )
 from replaykit.distributed import shard_saves
 from replaykit.distributed.protocol import BarrierBusy, pack, unpack
+from replaykit.distributed.requests import Reply
 from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
-from replaykit.errors import CheckpointError
+from replaykit.errors import CheckpointError, SchemaError
+from replaykit.sharding import ShardSilent
 from tests.distributed.laws import (
     check_law,
     episodes,
@@ -312,6 +314,56 @@ def test_a_shard_that_dies_while_it_writes_files_leaves_the_save_before(
     rb.dumps(tmp_path)
     other.loads(tmp_path)
     assert sorted(other[:]["x"].tolist()) == [x for x in range(9) if x % 3]
+
+
+def test_full_disk_after_a_load_leaves_usable_shards(
+    sharded: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rb = sharded(2, checkpoint_dir=tmp_path / "own", checkpoint_interval=1000)
+    saved = sharded(2)
+    rb.extend({"x": torch.zeros(2, dtype=torch.float64)})
+    saved.extend({"x": torch.ones(5)})
+    saved.dumps(tmp_path / "saved")
+
+    def fails(path: Any, base: Any) -> Any:
+        raise OSError("no room")
+
+    rb._members.shards[1].holder._snapshot = fails
+    rb.loads(tmp_path / "saved")
+    assert "no room" in caplog.text
+    assert rb.extend({"x": torch.ones(3)}).tolist() == [5, 6, 7]
+    assert rb[:]["x"].tolist() == [1.0] * 8
+
+
+def test_handles_follow_a_load_of_rows_with_another_schema(sharded: Any, tmp_path: Path) -> None:
+    """Also shards without rows refuse those that a handle with the old schema sends."""
+    rb, saved = sharded(3), sharded(3)
+    other, stale = rb.client(), rb.client()
+    for handle in (rb, other, stale):
+        handle.extend({"x": torch.zeros(2, dtype=torch.float64)})
+    saved.extend({"x": torch.ones(1)})
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    refuses(SchemaError, "expected float32", stale.extend, {"x": torch.zeros(6).double()})
+    other.extend({"x": torch.ones(3)})
+    stale.extend({"x": torch.ones(3)})
+    assert rb[:]["x"].tolist() == [1.0] * 7
+
+
+def test_save_that_finds_the_first_shard_silent_delays_no_writes(
+    sharded: Any, tmp_path: Path
+) -> None:
+    rb = sharded(2, timeout=0.5)
+    shard = rb._members.shards[0]
+    send = shard.call
+
+    def late(verb: str, *args: Any) -> Any:
+        reply = send(verb, *args)
+        return Reply.done(error=ShardSilent("too late")) if verb == "freeze" else reply
+
+    shard.call = late
+    refuses(ShardSilent, "too late", rb.dumps, tmp_path)
+    assert rb.extend(numbered(0, 4)).tolist() == [0, 1, 2, 3]
 
 
 def test_a_write_that_was_lost_is_waited_for_once(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from replaykit import (
     LazyTensorStorage,
     NStep,
     PrioritizedSampler,
+    RateLimiter,
     ReplayBuffer,
     RoundRobinWriter,
     ShardedReplayBuffer,
@@ -387,3 +390,48 @@ def test_rows_before_transforms_have_the_same_layout_in_all_shards(
         client.extend(rows(torch.float32, 2))
     assert len(other) == 5
     assert other[:]["x"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("verb", "call", "stored"),
+    [
+        ("commit_load", lambda rb, path: rb.loads(path / "saved"), 18),
+        ("freeze", lambda rb, path: rb.dumps(path / "other"), 9),
+        ("thaw", lambda rb, path: rb.dumps(path / "other"), 9),
+        ("empty", lambda rb, path: rb.empty(), 0),
+        ("extend", lambda rb, path: rb.extend(torch.arange(6)), 15),
+        ("attempt", lambda rb, path: rb.extend(torch.arange(6)), 15),
+        ("attempt", lambda rb, path: rb.sample(6), 9),
+    ],
+)
+def test_interrupted_call_has_taken_effect_in_all_shards(
+    sharded: Any, tmp_path: Path, verb: str, call: Callable[[Any, Path], Any], stored: int
+) -> None:
+    """And afterwards writes find all the room of the rate limiter, and no shard delays them."""
+    rb, saved = (sharded(3, rate_limiter=RateLimiter(1, 1, 30), timeout=1.0) for _ in range(2))
+    saved.extend(torch.arange(18))
+    saved.dumps(tmp_path / "saved")
+    rb.extend(torch.arange(9))
+    owner, name = rb._members.shards[1], "call"
+    if verb == "attempt":
+        owner, name = rb._tickets.keeper, verb
+    method = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        answer = method(*args)
+        if verb in ("attempt", args[0]):
+            signal.raise_signal(signal.SIGINT)
+        return answer
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    setattr(owner, name, interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(rb, tmp_path)
+    finally:
+        setattr(owner, name, method)
+        signal.signal(signal.SIGINT, before)
+    stats = rb.stats()
+    assert len(rb) == stats["inserts"] == stored
+    room = 31 - stats["inserts"] + stats["samples"]
+    assert len(rb.extend(torch.arange(room), timeout=0)) == room

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,6 +252,34 @@ def test_error_is_raised_by_result_or_next_write(gated: tuple[Any, Gate]) -> Non
     rb.close()
 
 
+def test_close_raises_all_errors_of_writes(gated: tuple[Any, Gate]) -> None:
+    rb, gate = gated
+    gate.error = OSError("a broken shard")
+    for first in (4, 6, 8):
+        rb.extend_async(numbered(first, 2))
+    threading.Timer(0.1, gate.open.set).start()
+    refuses(OSError, "2 more writes have failed: OSError: a broken shard", rb.close)
+
+
+WAITING = """
+import torch
+from replaykit import LazyTensorStorage, RateLimiter, ShardedReplayBuffer
+from replaykit.distributed import write_queue
+write_queue._AT_EXIT_SECONDS = 0.05
+rb = ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(9), backend="local",
+                         rate_limiter=RateLimiter.queue(4))
+rb.extend(torch.zeros(4))
+written = rb.extend_async(torch.zeros(1))
+"""
+
+
+def test_program_ends_although_a_write_waits_for_samples() -> None:
+    command = [sys.executable, "-c", WAITING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "RuntimeWarning: writes were not stored, or may not have been" in ended.stderr
+
+
 def test_queue_thread_finishes_queued_work_then_ends(sharded: Any) -> None:
     before = threading.enumerate()
     client, done = sharded(1).client(), threading.Event()
@@ -258,9 +288,7 @@ def test_queue_thread_finishes_queued_work_then_ends(sharded: Any) -> None:
     in_thread(client, gate.wait)
     in_thread(client, done.set)
     [thread] = (
-        one
-        for one in threading.enumerate()
-        if one.name == "replaykit-writes_0" and one not in before
+        one for one in threading.enumerate() if one.name == "replaykit-writes" and one not in before
     )
     assert thread.is_alive()
     del client
