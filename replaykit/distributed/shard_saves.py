@@ -456,7 +456,8 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
 
     The slots hold the rows of the loading shard. The streams end after the block although no column
     shows it. They are given by their keys, as True for all streams, or as None for no stream. The
-    row at such a cut may belong to another shard.
+    row at such a cut may belong to another shard. The last row of each stream ends it, since the
+    load of the saved shard has cut all streams.
     """
     storage: Any = one.buffer.storage
     for first in range(0, one.rows, _BLOCK_ROWS):
@@ -473,8 +474,6 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
             yield slots[start : last + 1][mine[start : last + 1]], streams
             start = last + 1
         yield slots[start:][mine[start:]], None
-    if one.rows:
-        yield one.order[:0], True
 
 
 def _sever(buffer: ReplayBuffer, streams: Any) -> None:
