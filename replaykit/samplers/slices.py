@@ -223,9 +223,6 @@ class SliceSamplerWithoutReplacement(Sliced):
             )
         return request, order
 
-    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        self._prepare(storage, batch_size)
-
     def _left(self, request: SliceRequest, order: EpisodeOrder) -> torch.Tensor:
         """Return the episodes that are left in the pass; all episodes after a write."""
         remaining, returned = self._remaining, self._returned
@@ -247,8 +244,13 @@ class SliceSamplerWithoutReplacement(Sliced):
         if returned is not None:
             time, lane = request.episodes.time_and_lane(returned.numpy())
             number = order.of(time, lane)
-            number = number[np.diff(number, prepend=-1) != 0]  # once for each window
-            remaining = torch.cat([torch.from_numpy(number[number >= 0]), remaining])
+            # Once for each window; two of one episode follow each other where a pass began.
+            first = np.flatnonzero(np.diff(number, prepend=-1))
+            rows, number = np.diff(first, append=len(number)), number[first]
+            rows, number = rows[number >= 0], number[number >= 0]
+            windows = rows // np.minimum(order.find(number).rows, request.window.length)
+            number = np.repeat(number, np.maximum(windows, 1))
+            remaining = torch.cat([torch.from_numpy(number), remaining])
         return remaining if len(remaining) else self._new_pass(order.count)
 
     def _too_few(self, remaining: torch.Tensor, slices: int) -> bool:
@@ -631,10 +633,6 @@ class SliceSampler(Sliced):
                 request, self.needs, f"{anchors.count} windows to draw without replacement"
             )
         return request, anchors
-
-    def _refuse_early(self, storage: Storage, batch_size: int) -> None:
-        """Raise if ``sample`` would raise; draw nothing."""
-        self._prepare(storage, batch_size)
 
     def _anchors(self, request: SliceRequest, newest: int | None = None) -> Anchors:
         episodes, law = request.episodes, request.law

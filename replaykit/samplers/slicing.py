@@ -267,8 +267,12 @@ class Sliced(Sampler):
         return self._slicing.markers.keys
 
     @abstractmethod
+    def _prepare(self, storage: Storage, batch_size: int) -> Any:
+        """Return the request and the windows for a batch. Raise if no window can be drawn."""
+
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         """Raise if ``sample`` would raise; draw nothing. The caller holds the lock."""
+        self._prepare(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         with storage.lock:

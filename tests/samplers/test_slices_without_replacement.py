@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -136,6 +137,37 @@ def test_returned_draws_are_drawn_again() -> None:
     for one, other in zip(drawn[1:], again, strict=True):
         assert episode[one].tolist() == episode[other].tolist()
     assert sampler.ran_out
+
+
+def _undone(lengths: list[int], seed: int) -> tuple[list[int], list[int]]:
+    """Return the episodes of two passes of 3 episodes, and those of two draws that were undone.
+
+    One of the two ends the first pass, the other begins the second, and a later one is delivered.
+    """
+    rb = _buffer(rows(lengths), 2, slice_len=2, strict_length=False)
+    rb.set_rng(torch.Generator().manual_seed(seed))
+    seen, failed = [int(rb.sample()["e"][0]) for _ in range(2)], []
+
+    def fail(batch: TensorDict) -> TensorDict:
+        if len(failed) < 2:
+            failed.append(int(batch["e"][0]))
+            with contextlib.suppress(OSError):
+                seen.append(int(rb.sample()["e"][0]))
+            raise OSError
+        return batch
+
+    rb.append_transform(fail)
+    with pytest.raises(OSError):
+        rb.sample()
+    rb.state_dict()  # undoes the draws that failed
+    return seen + [int(rb.sample()["e"][0]) for _ in range(3)], failed
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [1, 3, 5]])
+def test_an_episode_with_two_undone_draws_comes_again_twice(lengths: list[int]) -> None:
+    runs = [_undone(lengths, seed) for seed in range(20)]
+    assert any(failed[0] == failed[1] for _, failed in runs)
+    assert all(sorted(seen) == [0, 0, 1, 1, 2, 2] for seen, _ in runs)
 
 
 def test_lanes_are_drawn_in_written_order() -> None:
