@@ -15,7 +15,7 @@ from replaykit.episodes.boundaries import CONTINUES
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import as_number, one_of
 from replaykit.priorities import SumSegmentTree
-from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, uniform
+from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, ranges, uniform
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Predicate = Callable[[EpisodeData], Any]
+
+_ROOM = 1024
+"""Number of episodes that can be added before the masses are made again, and a quarter more."""
 
 _BASES = ("window", "trajectory", "lane", "transition")
 
@@ -43,7 +46,8 @@ class Coverage:
         live: if True, each draw follows the counts. If ``False``, a draw uses the counts before
             the last change of the stored episodes.
 
-    Cost: O(K log J) for K windows of J episodes; after a write, O(J) once.
+    Cost: O(K log J) for K windows of J episodes. The first draw after a write also takes O(rows
+    written + lanes), or O(J) with ``base="lane"`` or ``live=False``.
 
     Example:
         >>> import torch
@@ -71,7 +75,9 @@ class Coverage:
 class EpisodeMasses(Anchors):
     """A measure that gives each episode a mass, and equal shares of it to its windows.
 
-    The object is valid until the index or a tag changes. Counts of draws may change.
+    The object is valid until the index or a tag changes, unless ``follow_episodes`` follows the
+    index. Counts of draws may change. Episodes have numbers in the order of their ids, so that new
+    episodes come last. Lost episodes keep their numbers, without windows.
 
     Args:
         tags: the values of the episodes.
@@ -80,9 +86,10 @@ class EpisodeMasses(Anchors):
         coverage: the preference for episodes that were rarely drawn, or None.
 
     Attributes:
-        data: the episodes.
+        data: the episodes when the object was made.
         tags: the values of the episodes.
-        chosen: bool ``[J]``, the episodes that have windows and satisfy the predicate.
+        chosen: bool ``[J]``, the episodes of ``data`` that have windows and satisfy the predicate.
+        age: the order of the ids of ``data``, as an index.
 
     Cost: O(J) to create the object; O(K log J) for a draw.
     """
@@ -98,49 +105,83 @@ class EpisodeMasses(Anchors):
     ) -> None:
         self.index, self.law, self.newest = index, law, None
         self.data = data = EpisodeData(index, tags)
-        self.tags, self._coverage = tags, coverage
-        reset, is_open = data.head == int(Head.RESET), data.code == CONTINUES
-        windows, rows, skip = law.counts(data.length, reset, is_open)
-        self.chosen = windows > 0
-        if where is not None:
-            self.chosen &= _mask(where, data)
-        windows = np.where(self.chosen, windows, 0)
+        self.tags, self._base, self._coverage = tags, base, coverage
+        # True if the mass of an episode depends on that episode alone.
+        self._alone = where is None and base != "lane" and (coverage is None or coverage.live)
+        used = self._used = len(data)
+        room = max(used + (used // 4 + _ROOM if self._alone else 0), 1)
+        self._ids = np.full(room, np.iinfo(np.int64).max)
         # Facts of an episode that a draw needs lie side by side, since each place in memory costs a
         # cache miss: lane, base, rows, windows, id, place in the columns of the tags.
-        self._facts = np.zeros((len(data), 6), np.int64)
-        for column, values in enumerate((data.lane, data.first + skip, rows, windows, data.id)):
-            self._facts[:, column] = values
+        self._facts = np.zeros((room, 6), np.int64)
+        self._mass = np.zeros(room)
         self._layout = -1
-        lanes = index.lanes
-        self.per_lane = np.bincount(data.lane, windows, lanes).astype(np.int64)
-        self.count = int(self.per_lane.sum())
-        self._upto = np.cumsum(windows)
-        self._of_lane = np.searchsorted(data.lane, np.arange(lanes + 1))
-        mass = windows.astype(np.float64)
-        if base == "trajectory":
-            mass = self.chosen.astype(np.float64)
-        elif base == "transition":
-            mass = np.where(self.chosen, data.length, 0).astype(np.float64)
-        elif base == "lane":
-            mass /= np.maximum(self.per_lane, 1)[data.lane]
-        self._mass = mass
+        self.per_lane = np.zeros(index.lanes, np.int64)
+        # Number of the windows before and in each episode, once a draw needs them.
+        self._upto: Array | None = None
         # Numbers of the episodes of the last draw, and their facts.
         self._drawn = self._drawn_facts = np.zeros(0, np.int64)
-        self._tree = SumSegmentTree(max(len(mass), 1), dtype=torch.float64)
+        self._tree = SumSegmentTree(room, dtype=torch.float64)
+
+        # ``data`` is in the order of lanes, which is the order of ids if there is one lane.
+        order: Any = slice(None) if index.lanes == 1 else np.argsort(data.id)
+        self.age = order
+        self._ids[:used] = data.id[order]
+        may = True if where is None else _mask(where, data)[order]
+        columns = (data.lane, data.first, data.last, data.code, data.head)
+        lane, first, last, code, head = (column[order] for column in columns)
+        self._set_episodes(slice(0, used), lane, first, last, code, head, may)
+        self.chosen = np.empty(used, bool)
+        self.chosen[order] = self._facts[:used, 3] > 0
+        if base == "lane":
+            self._mass[:used] /= np.maximum(self.per_lane, 1)[self._facts[:used, 0]]
+        self._look()
+        self._front = self.numbers_at(self._lo, np.arange(index.lanes))
         self._read_masses()
+
+    def _look(self) -> None:
+        """Remember the bounds of the streams, for ``follow_episodes``."""
+        index, lanes = self.index, np.arange(self.index.lanes)
+        self._lo, self._hi = (np.full(len(lanes), bound) for bound in index.bounds(lanes))
+        self._as_of = index.rebuilt, index.numbering
+
+    def _set_episodes(
+        self, at: Any, lane: Array, first: Array, last: Array, code: Array, head: Array, may: Any
+    ) -> None:
+        """Set the facts and masses of distinct episodes; those that ``may`` not be drawn have 0."""
+        length = last + 1 - first
+        reset, is_open = head == int(Head.RESET), code == CONTINUES
+        windows, rows, skip = self.law.counts(length, reset, is_open)
+        windows = np.where(may, windows, 0)
+        self._add_windows(lane, windows - self._facts[at, 3])
+        for column, values in enumerate((lane, first + skip, rows, windows, self._ids[at])):
+            self._facts[at, column] = values
+        mass = windows
+        if self._base in ("trajectory", "transition"):
+            mass = np.where(windows > 0, length if self._base == "transition" else 1, 0)
+        self._mass[at] = mass
+
+    def _add_windows(self, lane: Array, more: Array) -> None:
+        """Count windows that were added or lost in lanes."""
+        self.per_lane += np.bincount(lane, more, len(self.per_lane)).astype(np.int64)
+        self.count, self._upto = int(self.per_lane.sum()), None
 
     def _read_masses(self) -> None:
         """Set all masses, with the counts of now."""
-        mass = self._mass
+        self._tree.update_range(0, torch.from_numpy(self._weighed(slice(0, self._used))))
         if self._coverage is not None:
             self._seen = self.tags.drawn
-            ids, tags = self.data.id, self.tags
-            counts = tags.draws(ids) if self._coverage.live else tags.counted(ids, self.index)
-            weight = 1.0 + counts
-            native.core.power(weight, -self._coverage.alpha)  # as ``count_draw`` does
-            mass = mass * weight
-        if len(mass):
-            self._tree.update_range(0, torch.from_numpy(mass))
+
+    def _weighed(self, at: Any) -> Array:
+        """Return the masses of episodes, with the counts of now."""
+        mass = self._mass[at]
+        if self._coverage is None:
+            return mass
+        ids, tags = self._ids[at], self.tags
+        counts = tags.draws(ids) if self._coverage.live else tags.counted(ids, self.index)
+        weight = 1.0 + counts
+        native.core.power(weight, -self._coverage.alpha)  # as ``count_draw`` does
+        return np.asarray(mass * weight)
 
     def follow(self) -> None:
         """Follow counts that changed since the last draw."""
@@ -148,12 +189,63 @@ class EpisodeMasses(Anchors):
         if coverage is not None and coverage.live and self._seen != self.tags.drawn:
             self._read_masses()
 
+    def follow_episodes(self) -> bool:
+        """Follow writes and cuts. If other episodes may have changed, return False.
+
+        Only the oldest episode of a lane, and those with rows from its newest row on, can change.
+        Cost: O(rows written + lost episodes + lanes).
+        """
+        index = self.index
+        if not self._alone or self._as_of != (index.rebuilt, index.numbering):
+            return False
+        self._as_of = -1, -1  # after an interrupt, the object is made again
+        newest, lanes = self._hi - 1, np.arange(index.lanes)
+        lo, hi = (np.full(len(lanes), bound) for bound in index.bounds(lanes))
+        first = np.maximum(newest, lo)
+        time, lane = ranges(np.append(lo, first), np.append(lo + 1, hi), np.tile(lanes, 2))
+        begin, last, code, head = index.episodes_at(time, lane)
+        ids, one = np.unique(index.ids(time, lane), return_index=True)
+        at, used = self._ids.searchsorted(ids), self._used
+        new = np.flatnonzero(at == used)
+        self._used += len(new)
+        if self._used > len(self._ids):
+            return False
+        at[new] += np.arange(len(new))
+        self._ids[used : self._used] = ids[new]
+        if (self._ids[at] != ids).any():
+            return False
+        lane, begin, last, code, head = (part[one] for part in (lane, begin, last, code, head))
+        self._set_episodes(at, lane, np.maximum(begin, lo[lane]), last, code, head, True)
+        if self._coverage is not None:
+            self._facts[at, 5] = self.tags.places(ids, index)
+        lost = self._lose(self.numbers_at(lo, lanes))
+        changed = np.append(lost, at)
+        self._tree.update(torch.from_numpy(changed), torch.from_numpy(self._weighed(changed)))
+        self._look()
+        return True
+
+    def _lose(self, front: Array) -> Array:
+        """Take the windows of episodes before the oldest ones of all lanes; return their numbers.
+
+        ``front`` has the numbers of the oldest episodes, int64 ``[lanes]``.
+        """
+        moved = front > self._front
+        if not moved.any():
+            return front[:0]
+        low, high = int(self._front[moved].min()), int(front[moved].max())
+        facts = self._facts[low:high]
+        lost = low + np.flatnonzero((facts[:, 3] > 0) & (np.arange(low, high) < front[facts[:, 0]]))
+        self._add_windows(self._facts[lost, 0], -self._facts[lost, 3])
+        self._facts[lost, 3], self._mass[lost], self._front = 0, 0.0, front
+        return lost
+
     def count_draw(self) -> Array:
         """Count the last draw; return the ids of its episodes, int64 ``[K]``."""
         assert self._coverage is not None
         tags = self.tags
         if self._layout != tags.layout:
-            self._facts[:, 5] = tags.places(self._facts[:, 4], self.index)
+            alive = np.flatnonzero(self._facts[:, 3])
+            self._facts[alive, 5] = tags.places(self._ids[alive], self.index)
             self._layout = tags.layout
             self._read_facts(self._drawn)
         known, at = self._seen == tags.drawn, self._drawn
@@ -168,7 +260,7 @@ class EpisodeMasses(Anchors):
     # -- the measure ----------------------------------------------------------------------------
 
     def windows(self, episode: Array, rest: Array) -> Found:
-        """Return windows of episodes, given by their numbers in ``data``."""
+        """Return windows of episodes, given by their numbers."""
         lane, base, rows, count = self._read_facts(episode)[:4]
         return Found(lane, base, rows, count, rest)
 
@@ -178,6 +270,8 @@ class EpisodeMasses(Anchors):
         return self._drawn_facts
 
     def numbered(self, number: Array) -> Found:
+        if self._upto is None:
+            self._upto = np.cumsum(self._facts[:, 3])
         episode = np.searchsorted(self._upto, number, side="right")
         return self.windows(episode, number - self._upto[episode] + self._facts[episode, 3])
 
@@ -188,6 +282,21 @@ class EpisodeMasses(Anchors):
         lane, base, rows, count = self._read_facts(found.numpy())[:4]
         rest = floor_below(part.clamp(0.0, 1.0).numpy() * count, count)
         return Found(lane, base, rows, count, rest)
+
+    def in_turn(self, count: int, after: int | None) -> tuple[Found, int, int]:
+        """Return the first windows of episodes in the order of age, from the id ``after`` on.
+
+        Every episode with a window must have the mass 1. The oldest episode follows the newest.
+
+        Returns:
+            The windows, how often the oldest episode followed, and the id of the last episode.
+        """
+        passed = 0 if after is None else self._ids.searchsorted(after, side="right")
+        begin, every = int(self._tree.reduce(0, passed)), int(self._tree.total)
+        turn = begin + np.arange(count)
+        found, _ = self._tree.find(torch.from_numpy(turn % every + 0.5))
+        windows = self.windows(found.numpy(), np.zeros(count, np.int64))
+        return windows, int(turn[-1]) // every, int(self._drawn_facts[4, -1])
 
     def independent(self, count: int, generator: torch.Generator | None) -> Found:
         return self.at(uniform(count, generator))
@@ -221,13 +330,11 @@ class EpisodeMasses(Anchors):
 
     def numbers_at(self, time: Array, lane: Array) -> Array:
         """Return the numbers of the episodes of stored rows."""
-        low, high = self._of_lane[lane], self._of_lane[lane + 1]
-        while (high - low > 1).any():
-            middle = (low + high) // 2
-            later = self.data.first[middle] > time
-            high = np.where(later, middle, high)
-            low = np.where(later, low, middle)
-        return low
+        return np.asarray(self._ids.searchsorted(self.index.ids(time, lane)))
+
+    def allowed(self, time: Array, lane: Array) -> Array:
+        """Return whether the episodes of stored rows have windows, bool ``[K]``."""
+        return np.asarray(self._facts[self.numbers_at(time, lane), 3] > 0)
 
 
 class WeighedEpisodes:
@@ -243,20 +350,32 @@ class WeighedEpisodes:
         self.where, self.base, self.coverage = where, base, coverage
         self._known: EpisodeMasses | None = None
         self._as_of = (0, 0)
+        self._order: _ChosenOrder | None = None
 
     def of(self, storage: Storage, index: EpisodeIndex, law: CountLaw) -> EpisodeMasses:
-        """Return the masses of now. The same object means that episodes and tags are the same."""
+        """Return the masses of now.
+
+        With a predicate, the same object means that episodes and tags are the same.
+        """
         known, version = self._known, index.version
-        if (  # a load makes another index, so these are the tags of the storage
+        # A load makes another index, so these are the tags of the storage.
+        fits = known is not None and known.index is index and known.law == law
+        if (
             known is None
-            or known.index is not index
-            or known.law != law
-            or self._as_of != (version, self._tagged(known.tags))
+            or not fits
+            or self._as_of[1] != self._tagged(known.tags)
+            or (self._as_of[0] != version and not known.follow_episodes())
         ):
             known = self._known = self._new(index, law, self._tags(storage, index))
-            self._as_of = version, self._tagged(known.tags)
+        self._as_of = version, self._tagged(known.tags)
         known.follow()
         return known
+
+    def in_order(self, masses: EpisodeMasses) -> EpisodeOrder:
+        """Return the ``chosen`` episodes of the masses of now, by lane, then by time."""
+        if self._order is None or self._order.masses is not masses:
+            self._order = _ChosenOrder(masses)
+        return self._order
 
     def _tags(self, storage: Storage, index: EpisodeIndex) -> EpisodeTags:
         return episode_tags(storage, index)
@@ -278,10 +397,10 @@ class WeighedEpisodes:
 
     def forget(self) -> None:
         """Forget the masses, since the storage or its state is another one."""
-        self._known = None
+        self._known = self._order = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_order": None}
 
 
 class _ChosenOrder(EpisodeOrder):
@@ -289,8 +408,10 @@ class _ChosenOrder(EpisodeOrder):
 
     def __init__(self, masses: EpisodeMasses) -> None:
         self.index, self.law, self.masses = masses.index, masses.law, masses
-        self._number = np.flatnonzero(masses.chosen)
-        self.per_lane = np.bincount(masses.data.lane[self._number], minlength=masses.index.lanes)
+        number = np.empty(len(masses.data), np.int64)
+        number[masses.age] = np.arange(len(number))
+        self._number = number[masses.chosen]
+        self.per_lane = np.bincount(masses.data.lane[masses.chosen], minlength=masses.index.lanes)
         self.ends = np.cumsum(self.per_lane)
         self.count = len(self._number)
 
@@ -304,7 +425,7 @@ def chosen_order(
     """Return the episodes with a window, in order: all of them, or those of a predicate."""
     if weighed is None:
         return EpisodeOrder(index, law)
-    return _ChosenOrder(weighed.of(storage, index, law))
+    return weighed.in_order(weighed.of(storage, index, law))
 
 
 def weighed_episodes(
@@ -336,7 +457,8 @@ def weighed_episodes(
         raise ValueError(f"{name} needs a draw without recent=")
     if coverage is not None and draw in ("sequential", "round_robin"):
         raise ValueError(f"expected draw={draw!r} without a measure, got a Coverage")
-    return WeighedEpisodes(where, base, coverage)
+    # In a round, all episodes have the same mass.
+    return WeighedEpisodes(where, "trajectory" if draw == "round_robin" else base, coverage)
 
 
 def _mask(where: Predicate, data: EpisodeData) -> Array:

@@ -168,19 +168,20 @@ class PriorityMasses(EpisodeMasses):
         self._table = table
         self._least: MinSegmentTree | None = None
         super().__init__(index, law, tags, "trajectory", where)
+        self._alone = False  # the priority of an open episode moves with its last row
 
     def _read_masses(self) -> None:
-        data, count = self.data, len(self.data)
+        data = self.data
         if self._table.has_smallest:
-            self._least = MinSegmentTree(max(count, 1), dtype=torch.float64)
-        self._holder = self.index.element(data.last, data.lane)
-        self._set(np.arange(count))
+            self._least = MinSegmentTree(len(self._mass), dtype=torch.float64)
+        self._holder = self.index.element(data.last, data.lane)[self.age]
+        self._set(np.arange(self._used))
 
     def follow(self) -> None:
         """Follow priorities that changed since the last draw."""
         changed = self._table.set_since(self._seen)
         if changed is None:
-            self._set(np.arange(len(self.data)))
+            self._set(np.arange(self._used))
         elif changed:
             at = np.concatenate([part.cpu().numpy() for part in changed])
             at = at[at < self._table.length]
@@ -194,7 +195,7 @@ class PriorityMasses(EpisodeMasses):
             return
         holder = torch.from_numpy(self._holder[number]).to(table.device)
         value = table.values(holder).to("cpu", torch.float64).numpy()
-        mass = np.where(self.chosen[number], value, 0.0)
+        mass = np.where(windows[number] > 0, value, 0.0)
         self._tree.update(at, torch.from_numpy(mass))
         if self._least is not None:
             alone = np.divide(mass, windows[number], np.full(len(mass), np.inf), where=mass > 0)

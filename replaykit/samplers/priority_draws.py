@@ -13,6 +13,7 @@ from replaykit.episodes.boundaries import CONTINUES
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.episode_measures import EpisodeMasses
 from replaykit.samplers.priority_table import PriorityTable
+from replaykit.samplers.window_measures import ranges
 from replaykit.storages.episode_tags import EpisodeData
 
 Array = np.ndarray[Any, Any]
@@ -184,7 +185,7 @@ class EligiblePriorities:
             element = torch.from_numpy(index.element(time, lane)).to(table.device)
             start = index.eligible_starts(law, time, lane)
             if chosen is not None:
-                start &= chosen.chosen[chosen.numbers_at(time, lane)]
+                start &= chosen.allowed(time, lane)
             self._eligible[element] = torch.from_numpy(start).to(table.device)
             changed = [*changed, element]
         if changed:
@@ -194,7 +195,7 @@ class EligiblePriorities:
 
 def rows_of(data: EpisodeData, among: Array) -> tuple[Array, Array]:
     """Return times and lanes of all rows of the episodes ``among``, one after another."""
-    return _ranges(data.first[among], data.last[among] + 1, data.lane[among])
+    return ranges(data.first[among], data.last[among] + 1, data.lane[among])
 
 
 def _switched(before: EpisodeMasses, now: EpisodeMasses) -> tuple[Array, Array]:
@@ -237,7 +238,7 @@ def _stale(
     count = (hi - first) + (until - lo)
     if int(count.sum()) * _MANY > int((hi - lo).sum()):
         return None
-    return _ranges(np.concatenate([lo, first]), np.concatenate([until, hi]), np.tile(lane, 2))
+    return ranges(np.concatenate([lo, first]), np.concatenate([until, hi]), np.tile(lane, 2))
 
 
 def _set_or_new(
@@ -262,7 +263,7 @@ def _set_or_new(
     start[follows] = np.maximum(start, np.append(0, time[:-1] + 1)[: len(time)])[follows]
     if int((time + 1 - start).sum()) * _MANY > count:
         return None
-    return _ranges(start, time + 1, lane)
+    return ranges(start, time + 1, lane)
 
 
 def _opened(index: EpisodeIndex, lo: Array, hi: Array, lane: Array) -> Array:
@@ -270,14 +271,6 @@ def _opened(index: EpisodeIndex, lo: Array, hi: Array, lane: Array) -> Array:
         return hi
     begin, _, code, _ = index.episodes_at(hi - 1, lane)
     return np.where(code == CONTINUES, np.maximum(begin, lo), hi)
-
-
-def _ranges(start: Array, end: Array, lane: Array) -> tuple[Array, Array]:
-    """Return all times of the ranges ``[start, end)``, and their lanes."""
-    count = np.maximum(end - start, 0)
-    before = np.cumsum(count) - count
-    time = np.arange(int(count.sum())) + np.repeat(start - before, count)
-    return time, np.repeat(lane, count)
 
 
 _ROUNDS = 8

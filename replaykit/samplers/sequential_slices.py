@@ -404,39 +404,21 @@ class _RoundRobinSlices(_Ordered):
     from the oldest one. Episodes that were added during a pass are part of it. Lost episodes are
     skipped. The place is the id of the last episode drawn.
 
-    Cost: O(K log J) for K windows of J episodes; after a write, O(J log J) once.
+    Cost: O(K log J) for K windows of J episodes; after a write, also O(rows written + lanes).
     """
 
     kind = "slice_round_robin"
     _declared = _NextEpisode
     _from_row, _oldest = _NextEpisode(0, 0), _NextEpisode(-1, 0)
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._order: tuple[Anchors, Array, Array] | None = None
-
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Found:
         assert isinstance(anchors, EpisodeMasses)
-        ids, number = self._ordered(anchors)
-        start = 0 if self._place is None else int(np.searchsorted(ids, self._place, side="right"))
-        at = start + np.arange(request.slices)
-        episode = number[at % len(ids)]
-        count = anchors.windows(episode, np.zeros(len(at), np.int64)).count
-        rest = np.zeros(len(at), np.int64)
+        found, passes, self._place = anchors.in_turn(request.slices, self._place)
         if self.offset == "random":
-            rest = floor_below(uniform(len(at), self.generator) * count, count)
-        self._passes += int(at[-1]) // len(ids)
-        self._place = int(ids[at[-1] % len(ids)])
-        return anchors.windows(episode, rest)
-
-    def _ordered(self, anchors: EpisodeMasses) -> tuple[Array, Array]:
-        """Return the ids of the episodes that have a window, ascending, and their numbers."""
-        if self._order is None or self._order[0] is not anchors:
-            number = np.flatnonzero(anchors.chosen)
-            ids = anchors.data.id[number]
-            by_age = np.argsort(ids)
-            self._order = anchors, ids[by_age], number[by_age]
-        return self._order[1:]
+            start = uniform(request.slices, self.generator) * found.count
+            found = found._replace(rest=floor_below(start, found.count))
+        self._passes += passes
+        return found
 
     def _found(self, loaded: Any, episodes: EpisodeIndex, storage: Storage) -> int:
         time, lane = episodes.time_and_lane(np.array([loaded.element]))
@@ -446,6 +428,3 @@ class _RoundRobinSlices(_Ordered):
         index = self._slicing.boundaries.index(storage)
         later, _, last, lane = _episode_from(index, self._place + 1)
         return _NextEpisode(int(index.element(last, lane)[0]), 0, not later)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_order": None}

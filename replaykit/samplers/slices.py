@@ -451,7 +451,8 @@ class SliceSampler(Sliced):
         TypeError, ValueError, RuntimeError: arguments are invalid or exclude each other.
         NotEnoughData: no window is stored, at the time of a draw.
 
-    Cost: O(B + K log E) for E episodes, independent of earlier writes. Every row is read once.
+    Cost: O(B + K log E) for E episodes. With ``where``, the first draw after a write or a change of
+    a tag also calls the function, in O(E).
 
     Example:
         >>> import torch

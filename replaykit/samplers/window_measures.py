@@ -320,6 +320,14 @@ def floor_below(value: Array, limit: Any) -> Array:
     return np.minimum(value.astype(np.int64), limit - 1)
 
 
+def ranges(start: Array, end: Array, lane: Array) -> tuple[Array, Array]:
+    """Return all times of the ranges ``[start, end)``, and their lanes."""
+    count = np.maximum(end - start, 0)
+    before = np.cumsum(count) - count
+    time = np.arange(int(count.sum())) + np.repeat(start - before, count)
+    return time, np.repeat(lane, count)
+
+
 _CPU = torch.device("cpu")
 
 DRAWS = ("iid", "stratified", "without_replacement", "sequential", "round_robin")

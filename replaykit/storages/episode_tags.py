@@ -33,6 +33,9 @@ DRAWS, COUNTED = "draws", "counted draws"
 Only samplers write them.
 """
 
+_FREE = np.iinfo(np.int64).max
+"""The id of a place for a new episode."""
+
 
 @dataclass(frozen=True)
 class TagState:
@@ -59,16 +62,27 @@ class EpisodeTags(LoggedPart):
         drawn: grows with each change of the counts.
         layout: grows when episodes get other places in the columns.
 
-    Cost: O(K log J) for K of J episodes; new ids cost O(J).
+    Cost: O(K log J) for K of J episodes. New ids cost O(J) if some of them are lower than a known
+    one, else O(1) on average.
     """
 
     def __init__(self) -> None:
         self.number = self.drawn = self.layout = 0
         self.edited = False
-        self._ids = np.zeros(0, np.int64)
-        self._columns: dict[str, torch.Tensor] = {}
         self._pruned = 0  # number of ids after lost episodes were dropped last
+        self._hold(np.zeros(0, np.int64), {})
         self._counted_at = -1  # the version of the index that `COUNTED` belongs to
+
+    def _hold(self, ids: Array, columns: dict[str, torch.Tensor]) -> None:
+        """Hold the values of rising ids, at new places."""
+        # The last ids may be ``_FREE``, with values of 0.
+        self._ids, self._columns = ids, columns
+        self.layout += 1
+
+    @property
+    def _used(self) -> int:
+        """The number of ids."""
+        return int(self._ids.searchsorted(_FREE))
 
     @property
     def names(self) -> list[str]:
@@ -138,14 +152,10 @@ class EpisodeTags(LoggedPart):
         if known.all():
             return at
         new = np.unique(ids[~known])
-        if len(self._ids) + len(new) > 2 * self._pruned + 1024:
+        if self._used + len(new) > 2 * self._pruned + 1024:
             table = index.table()
-            kept = np.isin(self._ids, index.ids(table.first, table.lane))
-            self._ids = self._ids[kept]
-            self._columns = {
-                n: column[torch.from_numpy(kept)] for n, column in self._columns.items()
-            }
-            self._pruned = len(self._ids) + len(new)
+            self._keep(np.isin(self._ids, index.ids(table.first, table.lane)))
+            self._pruned = self._used + len(new)
         self._insert(new)
         return self._ids.searchsorted(ids)
 
@@ -156,17 +166,27 @@ class EpisodeTags(LoggedPart):
         at = np.minimum(self._ids.searchsorted(ids), len(self._ids) - 1)
         return at, self._ids[at] == ids
 
+    def _keep(self, kept: Array) -> None:
+        """Drop the values of ids that are not ``kept``, bool, and all room."""
+        chosen = torch.from_numpy(kept)
+        self._hold(self._ids[kept], {name: c[chosen] for name, c in self._columns.items()})
+
     def _insert(self, new: Array) -> None:
         """Add rising ids that are not known yet."""
-        where = self._ids.searchsorted(new)
-        self._ids = np.insert(self._ids, where, new)
-        fresh = np.zeros(len(self._ids), bool)
-        fresh[where + np.arange(len(new))] = True
-        for name, column in self._columns.items():
-            wider = column.new_zeros(len(fresh), *column.shape[1:])
-            wider[torch.from_numpy(~fresh)] = column
-            self._columns[name] = wider
-        self.layout += 1
+        used, until = self._used, self._used + len(new)
+        if until <= len(self._ids) and (not used or new[0] > self._ids[used - 1]):
+            self._ids[used:until] = new
+        else:
+            ids = np.full(until + until // 4 + 1024, _FREE)
+            at = self._ids[:used].searchsorted(new) + np.arange(len(new))
+            old = np.ones(len(ids), bool)
+            old[at] = old[until:] = False
+            ids[at], ids[old] = new, self._ids[:used]
+            columns = {}
+            for name, column in self._columns.items():
+                columns[name] = column.new_zeros(len(ids), *column.shape[1:])
+                columns[name][torch.from_numpy(old)] = column[:used]
+            self._hold(ids, columns)
 
     def count_draws(self, at: Array, by: int) -> None:
         """Add a number to the draws at ``places``, for each time that a place occurs."""
@@ -226,12 +246,10 @@ class EpisodeTags(LoggedPart):
         """Replace all values by saved ones; see ``TagState``. Without rows, ``index`` is None."""
         ids = element if index is None else index.ids(*index.time_and_lane(element))
         order = np.argsort(ids)
-        self._ids = ids[order]
         at = torch.from_numpy(order)
-        self._columns = {name: column[at].clone() for name, column in columns.items()}
+        self._hold(ids[order], {name: column[at].clone() for name, column in columns.items()})
         self._counted_at = index.version if index is not None and COUNTED in columns else -1
         self.number += 1
-        self.layout += 1
         self.edited = False
         self._changed = None
 
@@ -243,7 +261,7 @@ class EpisodeTags(LoggedPart):
         """
         if not self.names:
             return self._ids[:0]
-        ids = self._ids if ids is None else ids[self._find(ids)[1]]
+        ids = self._ids[: self._used] if ids is None else ids[self._find(ids)[1]]
         columns = {name: self.get(name, ids) for name in self.names}
         kinds = [[name, dtype_name(c.dtype), list(c.shape[1:])] for name, c in columns.items()]
         header = json.dumps([len(ids), kinds]).encode()
@@ -269,9 +287,8 @@ class EpisodeTags(LoggedPart):
             kept = torch.zeros(len(self._ids), dtype=torch.bool, device="cpu")
             for column in counts.values():
                 kept |= column != 0
-            self._ids = self._ids[kept.numpy()]
-            self._columns = {name: column[kept] for name, column in counts.items()}
-            self.layout += 1
+            self._columns = counts
+            self._keep(kept.numpy())
             self.number += 1
             self.edited = True
         for numbers in entries:

@@ -18,6 +18,7 @@ from replaykit import (
     ReplayBuffer,
     SliceSampler,
 )
+from replaykit.episodes import CountLaw, StreamEpisodes
 from replaykit.errors import NotEnoughData, SchemaError
 from tests.samplers.chi_square import chi_square_p
 from tests.support.refusals import refuses
@@ -218,6 +219,80 @@ def test_a_saved_round_that_ended_goes_on_with_new_episodes() -> None:
     for buffer in (rb, other):
         write(buffer, {2: 3, 3: 3})
         assert starts(buffer) == [200, 300]
+
+
+FOLLOWING: dict[str, dict[str, Any]] = {
+    **{base: {"measure": Coverage(1.0, base=base)} for base in ("window", "transition")},
+    "stratified": {"measure": Coverage(0.5, base="trajectory"), "draw": "stratified"},
+    "distinct": {"measure": Coverage(), "draw": "without_replacement", "allow_short": True},
+    "round robin": {"draw": "round_robin", "measure": "lane"},
+}
+
+
+def written(storage: str, count: int) -> TensorDict:
+    """Return rows whose episodes end at random, in 2 lanes or 3 streams if these exist."""
+    shape = [2, count] if storage == "lanes" else [count]
+    rows = {"env": torch.randint(3, shape), "next": {"done": torch.rand(shape) < 0.3}}
+    return TensorDict(rows, shape)
+
+
+def storage_of(storage: str, slots: int) -> LazyTensorStorage:
+    if storage == "lanes":
+        return LazyTensorStorage(2 * slots, ndim=2)
+    return LazyTensorStorage(slots, lane_key="env" if storage == "streams" else None)
+
+
+@pytest.mark.parametrize("form", FOLLOWING)
+@pytest.mark.parametrize("storage", ["ring", "lanes", "streams"])
+def test_a_copy_that_reads_all_episodes_draws_the_same(storage: str, form: str) -> None:
+    torch.manual_seed(len(storage) + len(form))
+    rb = ReplayBuffer(
+        storage=storage_of(storage, 24), sampler=SliceSampler(slice_len=2, **FOLLOWING[form]),
+        batch_size=8, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    for step in range(30):
+        rb.extend(written(storage, 30 if step == 20 else 1 + step % 6))
+        if step % 5 == 4:
+            rb.cut()
+        if step == 12:
+            rb.empty()
+            rb.extend(written(storage, 8))
+        other = copy.deepcopy(rb)  # makes its masses again
+        if other.sampler.can_sample(other.storage, 8):
+            drawn, again = (b.sample(return_info=True)[1]["index"] for b in (rb, other))
+            assert drawn.equal(again), step
+
+
+@pytest.mark.parametrize("form", ["window", "round robin"])
+@pytest.mark.parametrize("storage", ["ring", "lanes", "streams"])
+def test_a_draw_after_a_write_looks_at_few_episodes(
+    storage: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def counted(law: CountLaw, stored: Any, *more: Any) -> Any:
+        looks.append(len(stored))
+        return counts(law, stored, *more)
+
+    counts = CountLaw.counts
+    monkeypatch.setattr(CountLaw, "counts", counted)
+    table = StreamEpisodes.table
+    monkeypatch.setattr(StreamEpisodes, "table", lambda self: looks.append(0) or table(self))
+    rb = ReplayBuffer(
+        storage=storage_of(storage, 20_000), sampler=SliceSampler(slice_len=2, **FOLLOWING[form]),
+        batch_size=8, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    rb.extend(written(storage, 20_000))
+    rb.sample()
+    assert max(looks) > 5_000
+    assert 0 in looks  # the table of all episodes
+    looks.clear()
+    for _ in range(40):
+        rb.extend(written(storage, 10))
+        rb.sample()
+    assert 0 not in looks
+    assert 40 <= sum(looks) <= 40 * (2 * 10 + 2 * 3)
 
 
 PASSES: dict[str, dict[str, Any]] = {
