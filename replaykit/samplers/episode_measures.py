@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from replaykit import native
-from replaykit.episodes import Found, Head
+from replaykit.episodes import CountLaw, EpisodeIndex, Found, Head
 from replaykit.episodes.boundaries import CONTINUES
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import as_number, one_of
 from replaykit.priorities import SumSegmentTree
 from replaykit.samplers.window_measures import Anchors, EpisodeOrder, floor_below, ranges, uniform
+from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
-
-if TYPE_CHECKING:
-    from replaykit.episodes import CountLaw, EpisodeIndex
-    from replaykit.storages import Storage
 
 Array = np.ndarray[Any, Any]
 Predicate = Callable[[EpisodeData], Any]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from replaykit.episodes import WINDOWS
+from replaykit.episodes import WINDOWS, CountLaw, EpisodeIndex, Found
 from replaykit.episodes.boundaries import CONTINUES
 from replaykit.keywords import checked_keywords, one_of
 from replaykit.priorities import MinSegmentTree, SumSegmentTree
@@ -21,13 +21,8 @@ from replaykit.samplers.episode_measures import (
 from replaykit.samplers.prioritized import PrioritizedSampler
 from replaykit.samplers.priority_draws import drawn_distinct, rows_of
 from replaykit.samplers.priority_rules import REQUIRED, Update, importance_weights, resolved_update
-from replaykit.samplers.priority_table import PriorityTable
-from replaykit.samplers.slice_arguments import (
-    Boundaries,
-    SliceSize,
-    checked_form,
-    checked_span,
-)
+from replaykit.samplers.priority_table import Lost, PriorityTable
+from replaykit.samplers.slice_arguments import Boundaries, SliceSize, checked_form, checked_span
 from replaykit.samplers.slicing import (
     RecentPriorities,
     Sliced,
@@ -44,13 +39,6 @@ from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData, EpisodeTags
 from replaykit.storages.indexing import elements_of, unravel_index
 from replaykit.transfer import put_on
-
-if TYPE_CHECKING:
-    from replaykit.episodes import CountLaw, EpisodeIndex, Found
-    from replaykit.samplers.episode_measures import Predicate
-    from replaykit.samplers.priority_table import Lost, PriorityTable
-    from replaykit.samplers.slice_arguments import Boundaries
-    from replaykit.storages import Storage
 
 Array = np.ndarray[Any, Any]
 

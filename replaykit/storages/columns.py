@@ -573,17 +573,7 @@ class ScatteredColumns(Columns):
     ) -> None:
         self.put(slots, {path: picked(leaves[path], kept) for path in self.tensors})
 
-    def fill(
-        self,
-        start: int,
-        count: int,
-        leaves: Mapping[Path, Any],
-        kept: torch.Tensor | slice,
-        packed: Any,
-    ) -> None:
-        self.scatter(arange(start, start + count), leaves, kept)
-
-    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
+    def lies_as(self, packed: PackedLeaves | None) -> bool:
         return False
 
     def put(

@@ -412,10 +412,6 @@ class DedupColumns:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def scatter_ring(self, first: int, count: int, addresses: Sequence[int], skipped: int) -> bool:
-        """Return False, because only ``write_ring`` compares the rows."""
-        return False
-
     def write_ring(self, first: int, rows: Rows, skipped: int, *, matched: bool) -> None:
         """Write ``rows[skipped:]`` at the slots from ``first + skipped`` on, in the ring.
 

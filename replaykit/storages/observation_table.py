@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from replaykit._compat import arange
 from replaykit.checkpoint import ReadLater
 from replaykit.schema import Rows
 from replaykit.storages.columns import Columns, Grow
-from replaykit.storages.dedup_memory import NativeObservations, observations_of
+from replaykit.storages.dedup_memory import DedupJournal, NativeObservations, observations_of
 from replaykit.storages.memory import any_differing, carried, carried_rows, picked
 from replaykit.storages.next_rows import Pairs, following_lanes
 from replaykit.storages.references import (
@@ -23,9 +23,6 @@ from replaykit.storages.references import (
     entries_of,
 )
 from replaykit.structure import Path
-
-if TYPE_CHECKING:
-    from replaykit.storages.dedup_memory import DedupJournal
 
 Array = np.ndarray[Any, Any]
 _Leaves = dict[Path, torch.Tensor]

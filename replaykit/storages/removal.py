@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from replaykit.episodes import EpisodeIndex
+from replaykit.schema import Rows
 from replaykit.storages.change_log import Removal
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
-    from replaykit.episodes import EpisodeIndex
-    from replaykit.schema import Rows
     from replaykit.storages.column_storage import ColumnStorage
 
 Array = np.ndarray[Any, Any]
