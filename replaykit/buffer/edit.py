@@ -19,13 +19,13 @@ from replaykit._compat import (
 from replaykit.buffer.deliver import is_ragged, with_each
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.row_context import apply_all, fetch_all
-from replaykit.errors import SchemaError
 from replaykit.schema import Schema
 from replaykit.storages import ListStorage, Storage, TensorStorage
+from replaykit.storages.column_storage import fitted
 from replaykit.storages.indexing import as_index, elements_at, ravel, unravel_index
 from replaykit.storages.memory import carried
 from replaykit.structure import Leaf, Path, flatten, map_leaves, map_tensors
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, Key, format_key, no_key, unravel
+from replaykit.ted import RESERVED_KEYS, Key, format_key, no_key, unravel
 from replaykit.writers import Writer
 
 if TYPE_CHECKING:
@@ -113,16 +113,19 @@ def _count(data: Any) -> int:
     return len(data)
 
 
-def cells_at(buffer: ReplayBuffer, index: Any, storage: Storage) -> torch.Tensor:
-    """Return the ``index`` of the rows that an index selects, in their shape.
+def _selected(buffer: ReplayBuffer, index: Any, storage: Storage) -> torch.Tensor:
+    """Return the elements of the rows that an index selects, in their shape.
 
     The caller holds the lock.
     """
     if storage.ndim == 1:
         return arange(len(storage))[as_index(index, len(storage))]
-    lanes = storage.lanes
-    elements = elements_at(index, storage.ledger.length, lanes, layout_of(buffer, storage))
-    return unravel_index(elements, lanes)
+    return elements_at(index, storage.ledger.length, storage.lanes, layout_of(buffer, storage))
+
+
+def _cells(elements: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """Return the ``index`` of elements, as users see it."""
+    return elements if storage.ndim == 1 else unravel_index(elements, storage.lanes)
 
 
 def rows_at(buffer: ReplayBuffer, index: Any, cells: list[torch.Tensor]) -> Any:
@@ -137,7 +140,7 @@ def rows_at(buffer: ReplayBuffer, index: Any, cells: list[torch.Tensor]) -> Any:
         else:
             rows = storage.get(index)
         if buffer._reads_index:
-            cells.append(cells_at(buffer, index, storage))
+            cells.append(_cells(_selected(buffer, index, storage), storage))
         single = storage.ndim == 1 and _is_single(index)
         prepared = fetched_at(buffer, index, storage)
         collate = storage.collate if buffer._collate_fn is None else buffer._collate_fn
@@ -173,13 +176,8 @@ def fetched_at(
     chain = buffer._chain
     if not chain.reads_around:
         return None
-    if storage.ndim > 1:
-        lanes = storage.lanes
-        elements = elements_at(index, storage.ledger.length, lanes, layout_of(buffer, storage))
-        cells = unravel_index(elements.reshape(-1), lanes)
-    else:
-        elements = arange(len(storage))[as_index(index, len(storage))]
-        cells = elements.reshape(-1)
+    elements = _selected(buffer, index, storage)
+    cells = _cells(elements.reshape(-1), storage)
     found = fetch_all(chain, storage, cells, {}, buffer._generator)
     return chain, found, elements.shape
 
@@ -354,7 +352,10 @@ def patched(
     rejected = None
     if patch.version_key is not None and patch.versions is not None:
         path, versions = patch.version_key, patch.versions
-        accepted = _newer(columns, path, handles, live, versions, patch.require_newer)
+        column = columns.require().column(path, columns.ledger.length)
+        stored = column[tuple(handles[live].to(column.device).unbind(-1))].reshape(-1).cpu()
+        given, accepted = versions[live], torch.zeros_like(live)
+        accepted[live] = given > stored if patch.require_newer else given >= stored
         accepted &= _best(handles, versions, accepted)
         rejected, live = live & ~accepted, accepted
         values[path] = versions.view(count, *columns.leaf(path).shape)
@@ -452,16 +453,10 @@ def _checked_values(
         values.update({(*unravel(key), *path): leaf for path, leaf in leaves.items()})
     for path, value in values.items():
         leaf = leaf_of(path)
-        shape = [count, *leaf.shape]
-        if list(value.shape) != shape:
-            values[path] = value = _by_record(value, count, ndim, time_dim)
-        if path in FLAG_KEYS and [*value.shape, 1] == shape:
-            values[path] = value = value.unsqueeze(-1)
-        if value.dtype != leaf.dtype or list(value.shape) != shape:
-            raise SchemaError(
-                f"key {format_key(path)}: expected {dtype_name(leaf.dtype)} {shape}, "
-                f"got {dtype_name(value.dtype)} {list(value.shape)}"
-            )
+        shape = torch.Size([count, *leaf.shape])
+        if value.shape != shape:
+            value = _by_record(value, count, ndim, time_dim)
+        values[path] = fitted(path, value, leaf.dtype, shape)
     return values
 
 
@@ -503,23 +498,6 @@ def _checked_version(
     if versions.shape[0] != count or versions.numel() != count:
         raise ValueError(f"expected 1 or {count} versions, got shape {list(versions.shape)}")
     return path, versions.reshape(count)
-
-
-def _newer(
-    storage: TensorStorage,
-    path: Path,
-    handles: torch.Tensor,
-    live: torch.Tensor,
-    versions: torch.Tensor,
-    require_newer: bool,
-) -> torch.Tensor:
-    """Return a mask of the live rows whose stored version may be replaced."""
-    column = storage.require().column(path, storage.ledger.length)
-    stored = column[tuple(handles[live].to(column.device).unbind(-1))].reshape(-1).cpu()
-    given = versions[live]
-    accepted = torch.zeros_like(live)
-    accepted[live] = given > stored if require_newer else given >= stored
-    return accepted
 
 
 def _best(handles: torch.Tensor, rank: torch.Tensor, among: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from replaykit.storages.indexing import (
     as_index,
     check_cells,
     indexed_shape,
+    is_stored,
     unravel_index,
 )
 from replaykit.storages.ledger import Ledger
@@ -316,19 +317,10 @@ class ColumnReads(Storage):
         Raises:
             TypeError: ``item`` is neither an int nor an integer tensor.
         """
-        length = self.ledger.length
-        if isinstance(item, int) and not isinstance(item, bool):
-            return -length <= item < length
-        if (
-            not isinstance(item, torch.Tensor)
-            or item.dtype == torch.bool
-            or item.is_floating_point()
-        ):
-            raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
-        if self.ndim > 1 and item.ndim > 1:
-            limits = torch.tensor(self.visible_shape(), device=item.device)
-            return ((item >= 0) & (item < limits)).all(-1)
-        return (item >= 0) & (item < length)
+        if self.ndim > 1 and isinstance(item, torch.Tensor) and item.ndim > 1:
+            inside: Any = is_stored(item, torch.tensor(self.visible_shape(), device=item.device))
+            return inside.all(-1)
+        return is_stored(item, self.ledger.length)
 
 
 def read_pinned(

@@ -18,7 +18,6 @@ from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.indexing import (
     as_cells,
     as_index,
-    as_slots,
     check_no_hole,
     check_range,
     distinct_elements,
@@ -336,15 +335,6 @@ class ColumnStorage(ColumnReads):
             self.edit(slots, data)
             return True
 
-    def _slots_at(self, cursor: Any, rows: Rows) -> torch.Tensor:
-        """Return the slots that the argument ``cursor`` of ``set`` selects for these rows."""
-        limit, length = self.slots_for(rows), self.ledger.length
-        if isinstance(cursor, slice) and cursor.stop is None:
-            stored = range(*cursor.indices(length))
-            if stored and len(stored) == len(rows):
-                limit = length
-        return as_slots(cursor, limit)
-
     def _edit(
         self,
         schema: Schema,
@@ -501,7 +491,7 @@ class ColumnStorage(ColumnReads):
             leaves = {}
             for path, value in values.items():
                 leaf = schema.leaf(path)
-                leaves[path] = _fitting(path, value, leaf.dtype, batch + leaf.shape)
+                leaves[path] = fitted(path, value, leaf.dtype, batch + leaf.shape)
             self._edit(schema, leaves, at, batch, time_dim)
 
     def _edit_index(self, index: Any, time_dim: int) -> tuple[Any, torch.Size]:
@@ -550,7 +540,7 @@ def _fill(rows: torch.Tensor, values: torch.Tensor, time_dim: int) -> None:
     (target.transpose(0, time_dim) if time_dim else target).copy_(carried(values))
 
 
-def _fitting(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def fitted(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     """Return the value in the shape ``shape``, without cast or broadcast.
 
     A flag may lack its last dimension of size 1.

@@ -163,6 +163,19 @@ def elements_at(index: Any, rows: int, lanes: torch.Size, time_dim: int) -> torc
     return selected_elements(as_cells(index, grid)[0], grid, strides)
 
 
+def is_stored(item: Any, length: Any) -> bool | torch.Tensor:
+    """Return whether rows are among the first ``length``: bool for an int, bools for a tensor.
+
+    Raises:
+        TypeError: ``item`` is neither an int nor an integer tensor.
+    """
+    if isinstance(item, int) and not isinstance(item, bool):
+        return -length <= item < length
+    if not isinstance(item, torch.Tensor) or item.dtype == torch.bool or item.is_floating_point():
+        raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
+    return (item >= 0) & (item < length)
+
+
 def with_lanes(slots: torch.Tensor, lanes: torch.Size) -> torch.Tensor:
     """Return the coordinates of all rows of time slots ``[K]``, in time-major order.
 
@@ -207,7 +220,9 @@ def distinct_elements(
         elements = index.reshape(-1)
     else:
         elements = elements_at(index, rows, lanes, time_dim).reshape(-1)
-    last = slice(None) if _on_meta(index) else last_occurrences(elements)
+    parts = index if isinstance(index, tuple) else (index,)
+    repeats = any(isinstance(part, torch.Tensor) for part in parts)  # slices never do
+    last = last_occurrences(elements) if repeats else slice(None)
     return elements[last], last
 
 
@@ -273,17 +288,6 @@ def _is_mask(part: Any) -> bool:
 
 def indexed_shape(shape: torch.Size, index: Any) -> torch.Size:
     """Return the shape of an indexed tensor, without an allocation of its values."""
-    return (
-        torch.empty(shape, device="meta")[index].shape if _on_meta(index) else _probe(shape, index)
-    )
-
-
-def _on_meta(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(part, torch.Tensor) for part in parts)
-
-
-def _probe(shape: torch.Size, index: Any) -> torch.Size:
     # A tensor of one byte is expanded to the whole shape, so that advanced indexing checks bounds.
     return torch.empty(1, dtype=torch.bool, device="cpu").expand(shape)[index].shape
 

@@ -19,7 +19,7 @@ from replaykit.errors import SchemaError
 from replaykit.keywords import checked_keywords
 from replaykit.storages.content import Content, RowsState, to_plain
 from replaykit.storages.episode_tags import MovedPositions
-from replaykit.storages.indexing import as_index, as_slots
+from replaykit.storages.indexing import as_index, as_slots, is_stored
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device
 from replaykit.storages.storage import Storage
@@ -141,7 +141,7 @@ class ListStorage(Storage):
         rows = self.prepare(data, single=isinstance(cursor, int))
         with self.lock:
             try:
-                slots = as_slots(cursor, self.max_size)
+                slots = self._slots_at(cursor, rows)
             except IndexError as error:
                 raise RuntimeError(f"cannot write beyond the capacity: {error}") from None
             if len(slots) != len(rows):
@@ -282,15 +282,7 @@ class ListStorage(Storage):
         Raises:
             TypeError: ``item`` is neither an int nor an integer tensor.
         """
-        if isinstance(item, int) and not isinstance(item, bool):
-            return -len(self) <= item < len(self)
-        if (
-            isinstance(item, torch.Tensor)
-            and item.dtype != torch.bool
-            and not item.is_floating_point()
-        ):
-            return (item >= 0) & (item < len(self))
-        raise TypeError(f"expected an int or an integer tensor, got {type(item).__name__}")
+        return is_stored(item, len(self))
 
     def clear(self) -> None:
         """Release all objects."""

@@ -20,7 +20,7 @@ from replaykit.interrupts import Lock, ProcessLock
 from replaykit.keywords import named_after, old_name
 from replaykit.schema import Schema
 from replaykit.storages.content import Content
-from replaykit.storages.indexing import last_occurrences
+from replaykit.storages.indexing import as_slots, last_occurrences
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.save_hooks import (
     Hook,
@@ -180,6 +180,15 @@ class Storage(Uncompiled, ABC):
     def slots_for(self, rows: Any) -> int:
         """Return the number of slots that the storage has once it accepts these rows."""
         return self.ledger.slots
+
+    def _slots_at(self, cursor: Any, rows: Any) -> torch.Tensor:
+        """Return the slots that the argument ``cursor`` of ``set`` selects for these rows."""
+        limit, length = self.slots_for(rows), self.ledger.length
+        if isinstance(cursor, slice) and cursor.stop is None:
+            stored = range(*cursor.indices(length))
+            if stored and len(stored) == len(rows):
+                limit = length
+        return as_slots(cursor, limit)
 
     def check_order(self, rows: Any) -> None:
         """Refuse prepared rows that cannot follow the newest row, or each other, in time.
