@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from replaykit.storages.content import Content, Group
 from replaykit.storages.ledger import Ledger
 from replaykit.structure import Branch, Path
 from replaykit.ted import end_flags
-
-if TYPE_CHECKING:
-    from replaykit.episodes import EpisodeIndex
 
 Array = np.ndarray[Any, Any]
 

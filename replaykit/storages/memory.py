@@ -49,16 +49,6 @@ def column_shapes(
     }
 
 
-def storage_bytes(
-    schema: Schema, slots: int, lanes: torch.Size, layout: RecordLayout | None
-) -> int:
-    """Return the bytes of all rows: records with their padding, and the other columns."""
-    element = schema.row_bytes()
-    if layout is not None:
-        element += layout.stride - sum(layout.sizes.values())
-    return slots * lanes.numel() * element
-
-
 def as_device(device: Any) -> torch.device:
     """Return a torch device; ValueError for an unknown device name."""
     try:
@@ -87,13 +77,14 @@ def allocate(
             f"expected a device of this machine, got {device}: CUDA is not available"
         )
     shapes = column_shapes(schema, slots, lanes, layout)
-    needed = storage_bytes(schema, slots, lanes, layout)
+    rows, row_bytes = slots * lanes.numel(), schema.row_bytes()
+    if layout is not None:  # records have padding
+        row_bytes += layout.stride - sum(layout.sizes.values())
     free = available_memory(device)
-    if free is not None and needed > free:
+    if free is not None and rows * row_bytes > free:
         raise MemoryError(
-            f"a storage of {slots * lanes.numel()} rows of {needed // (slots * lanes.numel())} "
-            "bytes needs "
-            f"{format_bytes(needed)} on {device}, {format_bytes(free)} are available; "
+            f"a storage of {rows} rows of {row_bytes} bytes needs {format_bytes(rows * row_bytes)} "
+            f"on {device}, {format_bytes(free)} are available; "
             "use a smaller max_size, or LazyMemmapStorage to keep the rows on disk"
         )
     columns = {

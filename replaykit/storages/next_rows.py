@@ -333,7 +333,8 @@ def check_follows(
 
     Cost: one pass over the paired leaves. Flags and ids are read only if rows differ.
     """
-    kept = {path: leaf for path, leaf in leaves.items() if _matters(path, pairs)}
+    read = {*pairs.root_of, *pairs.root_of.values(), *FLAG_KEYS, *EPISODE_KEYS}
+    kept = {path: leaf for path, leaf in leaves.items() if path in read}
     known = f"the newest stored row{' of its stream' if streams else ''} has"
     if len(at):
         device = next(iter(newest.values())).device
@@ -376,15 +377,6 @@ def _ended(earlier: _Leaves, later: _Leaves) -> torch.Tensor:
         if key in earlier:
             ended |= differing(earlier[key], later[key]).to(ended.device)
     return ended
-
-
-def _matters(path: Path, pairs: Pairs) -> bool:
-    return (
-        path in pairs.root_of
-        or path in pairs.root_of.values()
-        or path in FLAG_KEYS
-        or path in EPISODE_KEYS
-    )
 
 
 def _some(leaves: _Leaves, at: Array) -> dict[Path, torch.Tensor]:

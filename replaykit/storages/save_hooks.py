@@ -127,31 +127,20 @@ def load_rows(storage: Storage, path: str | os.PathLike[str]) -> None:
         saved.verify()
         content = Content.from_state(saved.part("storage", mapped=["groups"]))
         content = content_after_load(storage, content)
-        ledger = Ledger.check(saved.part("ledger"))
+        state = Ledger.check(saved.part("ledger"))
         episodes = EpisodeIndexes.check(saved.part("episodes") if "episodes" in saved else None)
-        _restore(storage, content, ledger, episodes)
-
-
-def _restore(
-    storage: Storage,
-    content: Content,
-    state: dict[str, Any],
-    episodes: dict[str, Any] | None = None,
-) -> None:
-    """Load rows and a checked ledger state; the caller holds the lock."""
-    if content.rows != state["length"]:
-        raise ValueError(f"expected {state['length']} rows, got {content.rows}")
-    target = storage.check_content(content)
-    slots = getattr(target, "slots", storage.ledger.slots)
-    rows = None
-    saved = Ledger.saved(state)
-    if not saved.keeps_slots(slots):
-        rows = saved.write_order()[-slots:]
-        warn_left_out(content.rows - len(rows), stacklevel=5)
-    episodes = storage.episodes_of_subset(content, episodes, saved, rows)
-    storage.load_content(replace(content, ledger=saved), target, rows)
-    storage.ledger.restore(state, rows)
-    storage.restore_episodes(episodes, saved, rows)
+        if content.rows != state["length"]:
+            raise ValueError(f"expected {state['length']} rows, got {content.rows}")
+        target = storage.check_content(content)
+        slots = getattr(target, "slots", storage.ledger.slots)
+        rows, ledger = None, Ledger.saved(state)
+        if not ledger.keeps_slots(slots):
+            rows = ledger.write_order()[-slots:]
+            warn_left_out(content.rows - len(rows), stacklevel=4)
+        episodes = storage.episodes_of_subset(content, episodes, ledger, rows)
+        storage.load_content(replace(content, ledger=ledger), target, rows)
+        storage.ledger.restore(state, rows)
+        storage.restore_episodes(episodes, ledger, rows)
 
 
 def warn_left_out(count: int, stacklevel: int) -> None:
