@@ -11,7 +11,13 @@ import torch
 
 from replaykit.buffer.components import DataT, PrioritizedT, SamplerT, StorageT, WriterT, as_chain
 from replaykit.buffer.replay_buffer import ReplayBuffer
-from replaykit.buffer.state import BufferState, apply_state, generator_state, saved_sampler
+from replaykit.buffer.state import (
+    BufferState,
+    apply_state,
+    generator_state,
+    saved_generator,
+    saved_sampler,
+)
 from replaykit.checkpoint.torchrl_files import TorchRLCheckpoint, TorchRLPriorities, open_torchrl
 from replaykit.declared import encode_state
 from replaykit.keywords import Replaced, as_share, checked_keywords
@@ -348,20 +354,11 @@ def read_torchrl(
         sampler = PrioritizedSampler(alpha=found.alpha, beta=found.beta, eps=found.eps, dtype=dtype)
     options.setdefault("batch_size", saved.batch_size)
     if saved.generator is not None and options.get("generator") is None:
-        options["generator"] = _generator(saved.generator)
+        options["generator"] = saved_generator({"device": "cpu", "state": saved.generator})
     buffer = ReplayBuffer(storage=storage, sampler=sampler, **options)
     with buffer._locked():
         apply_state(cast(Any, buffer), _state(buffer, saved))
     return buffer
-
-
-def _generator(state: torch.Tensor) -> torch.Generator:
-    generator = torch.Generator()
-    try:
-        generator.set_state(state)
-    except RuntimeError as error:
-        raise ValueError(f"expected the state of a generator in rng_state, got {error}") from None
-    return generator
 
 
 def _state(buffer: ReplayBuffer, saved: TorchRLCheckpoint) -> BufferState:

@@ -143,7 +143,7 @@ def make_parts(buffer: ReplayBuffer) -> None:
     dim_extend = time_dim_of(buffer, storage)
     check_uses(buffer, sampler, storage, writer, chain)
     if buffer._shared:
-        check_shareable(storage, writer)
+        check_shareable(storage, writer, sampler)
     if buffer._rate_limiter is not None:
         buffer._rate_limiter.check_capacity(storage.max_size)
     joining = False
@@ -194,13 +194,12 @@ def set_chain(buffer: ReplayBuffer, chain: Compose) -> None:
 def check_uses(
     buffer: ReplayBuffer, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
 ) -> None:
-    depth, unit = buffer._prefetch_depth, buffer._sample_unit
-    unit.check(storage, sampler)
+    buffer._sample_unit.check(storage, sampler)
     if buffer._windows is not None:
         check_anchors(sampler, buffer._windows)
     chain = chain_of_draws(buffer, storage, chain)
     check_order(sampler, writer, buffer._batch_size)
-    check_consuming(sampler, storage, writer, unit, chain, prefetch=depth, shared=buffer._shared)
+    check_consuming(buffer, sampler, storage, writer, chain)
     check_chain(chain, storage, writer)
 
 
@@ -354,9 +353,7 @@ def share_rows(buffer: ReplayBuffer, shared: bool) -> None:
     check_not_ahead(buffer._prefetch_depth)
     with buffer._making:
         storage, sampler, writer = buffer._storage, buffer._sampler, buffer._writer
-        unit, chain = buffer._sample_unit, buffer._chain
-        check_consuming(sampler, storage, writer, unit, chain, prefetch=0, shared=True)
-        check_shareable(storage, writer)
+        check_shareable(storage, writer, sampler)
         storage.share(common_parts(sampler, writer, buffer._rate_limiter))  # type: ignore[attr-defined]
         buffer._shared = True
         buffer._pace = limiter_queue(buffer, storage, shared=True)
@@ -425,25 +422,17 @@ def check_anchors(sampler: Sampler, unit: object) -> None:
 
 
 def check_consuming(
-    sampler: Sampler,
-    storage: Storage,
-    writer: Writer,
-    unit: SampleUnit,
-    chain: Compose,
-    *,
-    prefetch: int,
-    shared: bool,
+    buffer: ReplayBuffer, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
 ) -> None:
     """Check that a buffer of these parts can use rows up.
 
     Raises:
         TypeError: the storage or the writer cannot reuse single slots.
-        ValueError: the buffer has lanes, prefetch or windows, transforms read neighbouring rows, or
-            other processes share it.
+        ValueError: the buffer has lanes, prefetch or windows, or transforms read neighbouring rows.
     """
     if not sampler.consumes:
         return
-    name = type(sampler).__name__
+    name, prefetch, unit = type(sampler).__name__, buffer._prefetch_depth, buffer._sample_unit
     if not isinstance(storage, (ListStorage, TensorStorage)):
         raise TypeError(
             f"expected a list or tensor storage for a {name}, got {type(storage).__name__}"
@@ -457,10 +446,6 @@ def check_consuming(
         raise ValueError(f"expected ndim=1 for a {name}, got ndim={storage.ndim}")
     if prefetch:
         raise ValueError(f"expected a {name} without prefetch, got {prefetch}")
-    if shared:
-        raise ValueError(
-            f"expected a {name} without shared=True: each process would count only its own draws"
-        )
     if not isinstance(unit, Transition):
         raise ValueError(f"expected a {name} without a {type(unit).__name__}: slots are reused")
     check_transforms_of(sampler, chain)
@@ -539,7 +524,7 @@ def check_not_ahead(depth: int) -> None:
         )
 
 
-def check_shareable(storage: Storage, writer: Writer) -> None:
+def check_shareable(storage: Storage, writer: Writer, sampler: Sampler) -> None:
     """Check that the parts of a buffer can be shared.
 
     Raises:
@@ -557,6 +542,11 @@ def check_shareable(storage: Storage, writer: Writer) -> None:
         )
     if writer.kind in ("lanes", "episodes"):
         check_lane_key(storage, writer)
+    if sampler.consumes:
+        raise ValueError(
+            f"expected a {type(sampler).__name__} without shared=True: each process would count "
+            "only its own draws"
+        )
 
 
 def common_parts(sampler: Sampler, writer: Writer, limiter: RateLimiter | None) -> dict[str, bool]:
@@ -603,10 +593,8 @@ def check_kinds(
     sampler: object,
     writer: object,
     sample_unit: object,
-    collate_fn: object,
     transform: object,
     transform_factory: object,
-    generator: object,
 ) -> None:
     """Raise TypeError if an argument of a buffer has the wrong type."""
     if transform is not None and transform_factory is not None:
@@ -617,8 +605,6 @@ def check_kinds(
         raise TypeError(
             f"sample_unit must be a SampleUnit instance, got {type(sample_unit).__name__}"
         )
-    check_collate_fn(collate_fn)
-    check_generator(generator)
     for name, given, kind in (
         ("storage", storage, Storage),
         ("sampler", sampler, Sampler),

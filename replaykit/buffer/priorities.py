@@ -71,8 +71,8 @@ def written_priorities(
     batches = data if isinstance(data, (list, tuple)) and not single else [data]
     values = []
     for batch in batches:
-        found = _found(batch, key)
-        if found is None:
+        found = lookup(batch, key)
+        if not isinstance(found, torch.Tensor):
             return None
         alone = single or batches is data
         value = (found.unsqueeze(time_dim) if alone else found).transpose(0, time_dim)
@@ -87,11 +87,6 @@ def written_priorities(
     written = torch.cat(values) if len(values) > 1 else values[0]
     sampler.check_priorities(written)  # now, before rows are stored
     return written
-
-
-def _found(data: Any, key: Key) -> torch.Tensor | None:
-    value = lookup(data, key)
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key) -> torch.Tensor:
@@ -122,11 +117,6 @@ def reduced_priority(value: torch.Tensor, rows: int, sampler: Sampler, key: Key)
 def _is_column(value: torch.Tensor) -> bool:
     """Return whether a value needs neither reduction nor a dtype conversion."""
     return value.dim() == 1 and (value.dtype is torch.float32 or value.dtype is torch.float64)
-
-
-def _checks_itself(sampler: Sampler) -> bool:
-    """Return whether a sampler itself refuses invalid priorities."""
-    return type(sampler).check_priorities is not Sampler.check_priorities
 
 
 def _all_plain(value: torch.Tensor) -> bool:
@@ -197,7 +187,10 @@ def priorities_of(
         dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
         index, generation = (_per_row(item, dim, data.batch_dims) for item in (index, generation))
         value = value.movedim(dim, 0)
-    if not (_checks_itself(sampler) and _is_column(value) and value.shape == index.shape):
+    checks = (
+        type(sampler).check_priorities is not Sampler.check_priorities
+    )  # it refuses them itself
+    if not (checks and _is_column(value) and value.shape == index.shape):
         value = reduced_priority(value, index.shape[0], sampler, key)
     return index, value, generation
 
@@ -220,10 +213,8 @@ def _priorities_of_anchors(
     # Values that a learner computes for padding may be NaN.
     mask = valid.to(value.device).reshape(-1, *(1,) * (value.ndim - 1))
     value = reduced_priority(value.where(mask, 0), len(valid), sampler, key)
-    update = anchor_priorities(
-        anchor, lookup(flat, ("anchor_generation",)), value, valid.to(anchor.device)
-    )
-    return update.anchor, update.priority, update.generation
+    generation = lookup(flat, ("anchor_generation",))
+    return anchor_priorities(anchor, generation, value, valid.to(anchor.device))
 
 
 def only_real_rows(data: Any) -> Any:

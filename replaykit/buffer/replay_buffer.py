@@ -30,6 +30,7 @@ from replaykit.buffer.components import (
     SamplerT,
     StorageT,
     WriterT,
+    check_collate_fn,
     check_generator,
     check_kinds,
     check_not_ahead,
@@ -189,16 +190,9 @@ class ReplayBuffer(Loading[DataT], Generic[DataT, StorageT, SamplerT, WriterT]):
         compilable: bool = False,
         rate_limiter: RateLimiter | None = None,
     ) -> None:
-        check_kinds(
-            storage,
-            sampler,
-            writer,
-            sample_unit,
-            collate_fn,
-            transform,
-            transform_factory,
-            generator,
-        )
+        check_kinds(storage, sampler, writer, sample_unit, transform, transform_factory)
+        check_collate_fn(collate_fn)
+        check_generator(generator)
         self._rate_limiter = checked_limiter(rate_limiter)
         self._batch_size = None if batch_size is None else checked_batch_size(batch_size)
         depth = checked_prefetch(prefetch, self._batch_size)

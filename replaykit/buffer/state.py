@@ -30,6 +30,7 @@ from replaykit.interrupts import deferred
 from replaykit.pace import LimiterQueue
 from replaykit.samplers import Sampler
 from replaykit.samplers.priority_rules import SavedPriorities
+from replaykit.samplers.sampler import equal_states
 from replaykit.storages import LazyTensorStorage, Storage
 from replaykit.storages.content import Content
 from replaykit.storages.memory import by_value, from_value
@@ -567,14 +568,7 @@ def _check_identity(own: Any, saved: Any) -> None:
     """Raise ValueError if a storage lacks rows that were not saved."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"expected the identity of a data set, got {saved!r}")
-    same = isinstance(own, Mapping) and set(own) == set(saved)
-    for key, value in saved.items() if same else ():
-        there = own[key]
-        tensors = [isinstance(item, torch.Tensor) for item in (value, there)]
-        same = same and (
-            torch.equal(value, there) if all(tensors) else not any(tensors) and value == there
-        )
-    if not same:
+    if not equal_states(own, saved):
         found = (
             "one that was edited, or no data set"
             if own is None

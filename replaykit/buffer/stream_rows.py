@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
 from replaykit._compat import is_tensordict, lookup
 from replaykit.buffer.draw import rewind
 from replaykit.buffer.write import empty_rows
+from replaykit.episodes import EpisodeIndex
 from replaykit.episodes.streams import stream_keys
 from replaykit.errors import Closed, NotEnoughData
 from replaykit.interrupts import check
@@ -22,17 +24,11 @@ from replaykit.keywords import whole_number
 from replaykit.pace import checked_timeout
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import elements_of, unravel_index
-from replaykit.storages.removal import (
-    check_removable,
-    named_lanes,
-    remove_oldest,
-    stream_index,
-)
+from replaykit.storages.removal import check_removable, named_lanes, remove_oldest, stream_index
 from replaykit.storages.taken_rows import StreamQueues, row_ids, take_elements, taken
 
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
-    from replaykit.episodes import EpisodeIndex
 
 Array = np.ndarray[Any, Any]
 
@@ -158,7 +154,7 @@ class _Wait:
         self._until = math.inf if seconds is None else time.monotonic() + seconds
         self._buffer, self._text, self._looks = buffer, f"{text} within {timeout} s", 0
 
-    def __enter__(self) -> _Wait:
+    def __enter__(self) -> Self:
         self._buffer._arrivals.waiting += 1
         return self
 
@@ -283,7 +279,7 @@ def _read(storage: ColumnStorage, elements: Array, steps: int) -> Any:
     return storage.get(index.unflatten(0, (-1, steps)))
 
 
-class Room:
+class Room(_Wait):
     """The condition that a write replaces only rows that were taken.
 
     Raises:
@@ -298,19 +294,7 @@ class Room:
                 "overwrite=False expected a RoundRobinWriter or LaneWriter, a sampler that uses no "
                 f"rows up, and transforms that hold no rows back, got {buffer!r}"
             )
-        self._buffer, self._timeout = buffer, timeout
-        self._wait = _Wait(buffer, timeout, "expected room for all rows")
-
-    def __enter__(self) -> Room:
-        self._wait.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait.__exit__()
-
-    def wait(self) -> None:
-        """Wait until rows may have been taken. Raises TimeoutError."""
-        self._wait.pause()
+        super().__init__(buffer, timeout, "expected room for all rows")
 
     def stored(self) -> int:
         """Return the number of stored rows. Raises Closed after waits have ended."""

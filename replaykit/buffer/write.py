@@ -175,7 +175,7 @@ def store_rows(
         with buffer._locked(patient=True) as storage:
             if room is None or room.fits(storage, rows):
                 return write_rows(buffer, storage, rows, count, single, priorities, ticket, tags)
-        room.wait()
+        room.pause()
 
 
 def write_rows(

@@ -309,7 +309,7 @@ class Sampler(Uncompiled, ABC):
             False if the draws were not undone. The buffer then calls ``put_back``.
         """
         position, before, after = token
-        if position != storage.ledger.next_position or not _equal(self.state_dict(), after):
+        if position != storage.ledger.next_position or not equal_states(self.state_dict(), after):
             return False
         self.load_state_dict(before)
         return None
@@ -507,13 +507,13 @@ class Transition(SampleUnit):
         return index, info
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal_states(one: Any, other: Any) -> bool:
     """Return whether two states hold equal values."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(equal_states, one, other))
     return bool(one == other)

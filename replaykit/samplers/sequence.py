@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -246,21 +246,15 @@ class Sequence(SampleUnit):
         return {**self.__dict__, "_index": None}
 
 
-class AnchorUpdate(NamedTuple):
-    """The new priorities of anchors. ``generation`` is None if it is unknown."""
-
-    anchor: torch.Tensor
-    priority: torch.Tensor
-    generation: torch.Tensor | None
-
-
 def anchor_priorities(
     anchor: torch.Tensor,
     generation: torch.Tensor | None,
     priority: torch.Tensor,
     valid: torch.Tensor,
-) -> AnchorUpdate:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return each anchor once, with the largest priority of its valid rows.
+
+    The result has the anchors, the priorities, and the generations, or None if these are unknown.
 
     Args:
         anchor: ``anchor_index`` of rows, int64 ``[N]`` or ``[N, ndim]``.
@@ -280,11 +274,8 @@ def anchor_priorities(
         group = group.to(priority.device)
         priority = largest.scatter_reduce_(0, group, priority, "amax", include_self=False)
     index = keys[:, : columns[0].shape[1]]
-    return AnchorUpdate(
-        index if anchor.ndim > 1 else index[:, 0].contiguous(),
-        priority,
-        None if generation is None else keys[:, -1].contiguous(),
-    )
+    anchors = index if anchor.ndim > 1 else index[:, 0].contiguous()
+    return anchors, priority, None if generation is None else keys[:, -1].contiguous()
 
 
 def _check_content(storage: ColumnStorage) -> None:
