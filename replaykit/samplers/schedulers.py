@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
@@ -129,16 +130,11 @@ class ParameterScheduler(Uncompiled, ABC):
     def step(self) -> None:
         """Set the attribute to its next value; nothing changes if the sampler raises."""
         value = self.value(self.steps + 1, self.current)
-        if isinstance(value, torch.Tensor):
-            if self.min_value is not None or self.max_value is not None:
-                value = value.clamp(self.min_value, self.max_value)
-        else:
-            if self.min_value is not None:
-                value = max(value, self.min_value)
-            if self.max_value is not None:
-                value = min(value, self.max_value)
-        sampler = self.sampler
-        setattr(sampler, self.param_name, value)
+        least = -math.inf if self.min_value is None else self.min_value
+        most = math.inf if self.max_value is None else self.max_value
+        several = isinstance(value, torch.Tensor)
+        value = value.clamp(least, most) if several else min(max(value, least), most)
+        setattr(self.sampler, self.param_name, value)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Slicing:
         self.size, self.boundaries, self.form, self.markers = size, boundaries, form, markers
         self.flat = bool(flat)
         if size.slice_len:
-            form.of(size.slice_len)  # raises for spans that are too wide
+            Window(form, size.slice_len)  # raises for spans that are too wide
         self._window: Window | None = None
         self._followed = False
         self._needs: Needs | None = None
@@ -96,7 +96,7 @@ class Slicing:
         window = self._window
         followed = needs.future > 0
         if window is None or (window.length, self._followed) != (length, followed):
-            window = self._window = self.form.of(length, followed=followed)
+            window = self._window = Window(self.form, length, followed=followed)
             self._followed = followed
         index = self.boundaries.index(storage)
         if storage.schema is not None:
@@ -142,7 +142,7 @@ class Slicing:
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Return flat indices, windows and mask in the form that users see.
 
-        ``WindowLayout`` describes the arguments.
+        ``WindowRows`` describes the arguments.
         """
         index = torch.from_numpy(element)
         info: dict[Any, Any] = {SEQUENCE_ID: torch.from_numpy(window)}
@@ -268,7 +268,7 @@ class Sliced(Sampler):
 
     @abstractmethod
     def _prepare(self, storage: Storage, batch_size: int) -> Any:
-        """Return the request and the windows for a batch. Raise if no window can be drawn."""
+        """Return the parts that a draw needs. Raise if ``sample`` would raise."""
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         """Raise if ``sample`` would raise; draw nothing. The caller holds the lock."""

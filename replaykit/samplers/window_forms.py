@@ -301,18 +301,13 @@ class Cut(NamedTuple):
     stop: Array | None
 
 
-class WindowLayout(NamedTuple):
-    """The rows of windows, one window after another.
+WindowRows = tuple[Array, Array, Array | None]
+"""The rows of windows, one window after another, as three arrays ``[B]``.
 
-    Attributes:
-        element: flat indices, int64 ``[B]``; padding has the index of the nearest real row.
-        window: int64 ``[B]``, the number of the row's window.
-        mask: bool ``[B]``, True at real rows; None if windows are never padded.
-    """
-
-    element: Array
-    window: Array
-    mask: Array | None
+The first has the flat indices of the rows, int64; padding has the index of the nearest real row.
+The second has the number of each row's window, int64. The third is True at real rows, or None if
+windows are never padded.
+"""
 
 
 class Window:
@@ -324,38 +319,41 @@ class Window:
     episode has ``below`` windows (0 or 1), which consist of the whole episode.
 
     Args:
+        form: the form of the windows.
         length: number T of rows of a full window.
-        left, right: number of rows by which windows may extend beyond the start and the end.
-        least, below: as described above.
-        filled: if True, windows always have T rows, with padding for rows that do not exist.
-        align: the side of the real rows in padded windows: ``"left"`` or ``"right"``.
+        followed: whether later rows of its episode must follow each window. So no window extends
+            beyond the end.
+
+    Raises:
+        ValueError: the span would leave no row in a window.
 
     Example:
-        >>> from replaykit.samplers.window_forms import Window
-        >>> Window(4, right=3).law.count(10)
+        >>> from replaykit.samplers.window_forms import Window, WindowForm
+        >>> Window(WindowForm(span=(False, 3)), 4).law.count(10)
         10
     """
 
-    def __init__(
-        self,
-        length: int,
-        *,
-        left: int = 0,
-        right: int = 0,
-        least: int | None = None,
-        below: int = 0,
-        filled: bool = False,
-        align: str = "left",
-    ) -> None:
-        self.length, self.left, self.right = length, left, right
-        self.least = length if least is None else least
-        self.below = below
-        self.filled, self.align = filled, align
+    def __init__(self, form: WindowForm, length: int, *, followed: bool = False) -> None:
+        self.length, self.filled, self.align = length, form.filled, form.align
+        if form.pad is None:
+            left, right = (_hang(span, length) for span in form.span)
+            least, below = length, 0 if form.strict else 1
+        else:
+            ends = ("left", "right")
+            left, right = (length - 1 if form.pad in (end, "both") else 0 for end in ends)
+            # An episode of exactly the length is a whole window under both laws; "whole" counts it
+            # once.
+            least = {"exclude": length, "whole": length + 1, "law": 1}[form.short]
+            if form.pad == "none" and form.short != "exclude":
+                least = length
+            below = 1 if form.short == "whole" else 0
+        right = 0 if followed else right
+        self.left, self.right, self.least = left, right, least
         self.plain = not (left or right or below)
         """True if every window has all its rows."""
-        self.whole = self.plain and not filled
+        self.whole = self.plain and not self.filled
         """True if every window has all its rows, and there is no mask of padding."""
-        self.law = CountLaw(self.least, 1 - length + left + right, below)
+        self.law = CountLaw(least, 1 - length + left + right, below)
         """The law of the number of windows of an episode."""
         self._steps = np.arange(length, dtype=np.int64)
         self._numbers = self._one_lane = self._steps[:0]
@@ -375,7 +373,7 @@ class Window:
         """Return the rows of windows that start at ``first``, in episodes up to ``last``."""
         return Cut(lane, first, np.minimum(first + self.length, last + 1))
 
-    def lay_out(self, index: EpisodeIndex, cut: Cut) -> WindowLayout:
+    def lay_out(self, index: EpisodeIndex, cut: Cut) -> WindowRows:
         """Return the rows of windows one after another, each window in order of time."""
         if self.plain:
             mask = np.ones(len(cut.first) * self.length, bool) if self.filled else None
@@ -394,12 +392,12 @@ class Window:
             return self._rows(index, cut, time, mask.reshape(-1))
         window = np.repeat(np.arange(len(count), dtype=np.int64), count)
         time = np.arange(len(window)) + np.repeat(cut.first - np.cumsum(count) + count, count)
-        return WindowLayout(index.element(time, np.repeat(cut.lane, count)), window, None)
+        return index.element(time, np.repeat(cut.lane, count)), window, None
 
-    def _rows(self, index: EpisodeIndex, cut: Cut, time: Array, mask: Array | None) -> WindowLayout:
+    def _rows(self, index: EpisodeIndex, cut: Cut, time: Array, mask: Array | None) -> WindowRows:
         numbers = self.numbers(len(time))
         lane = self._one_lane if index.lanes == 1 else np.repeat(cut.lane, self.length)
-        return WindowLayout(index.element(time.reshape(-1), lane), numbers, mask)
+        return index.element(time.reshape(-1), lane), numbers, mask
 
     def numbers(self, count: int) -> Array:
         """Return the window number of each row of ``count`` consecutive full windows."""
@@ -446,41 +444,6 @@ class WindowForm:
     def full(self) -> bool:
         """True if all windows have the same number of rows."""
         return self.filled or (self.strict and not any(self.span))
-
-    def of(self, length: int, *, followed: bool = False) -> Window:
-        """Return the windows of this form with a given length.
-
-        Args:
-            followed: whether later rows of its episode must follow each window. So no window
-                extends beyond the end.
-
-        Raises:
-            ValueError: the span would leave no row in a window.
-        """
-        if self.pad is None:
-            left, right = (_hang(span, length) for span in self.span)
-            return Window(
-                length,
-                left=left,
-                right=0 if followed else right,
-                below=0 if self.strict else 1,
-                filled=self.repeat,
-                align=self.align,
-            )
-        # An episode of exactly the length is a whole window under both laws; "whole" counts it
-        # once.
-        least = {"exclude": length, "whole": length + 1, "law": 1}[self.short]
-        if self.pad == "none" and self.short != "exclude":
-            least = length
-        return Window(
-            length,
-            left=length - 1 if self.pad in ("left", "both") else 0,
-            right=length - 1 if self.pad in ("right", "both") and not followed else 0,
-            least=least,
-            below=1 if self.short == "whole" else 0,
-            filled=True,
-            align=self.align,
-        )
 
 
 def _hang(span: int | bool, length: int) -> int:

@@ -28,8 +28,7 @@ def index_for(storage: Storage) -> EpisodeIndex:
 
 def eligible_records(storage: Storage, needs: Needs) -> Eligible:
     """Return the rows that are eligible for the transforms. Cost: O(lanes)."""
-    index = index_for(storage)
-    return Eligible(index, needs.single, needs)
+    return Eligible(index_for(storage), needs)
 
 
 class Eligible:
@@ -42,9 +41,9 @@ class Eligible:
         as_of: the episode index, its version, and the needs. Equal values mean the same rows.
     """
 
-    def __init__(self, index: EpisodeIndex, law: CountLaw, needs: Needs) -> None:
-        self._index, self._law, self._needs = index, law, needs
-        self.count = index.total(law, WINDOWS)
+    def __init__(self, index: EpisodeIndex, needs: Needs) -> None:
+        self._index, self._law, self._needs = index, needs.single, needs
+        self.count = index.total(self._law, WINDOWS)
         self.as_of = index, index.version, needs
 
     def elements(self, number: np.ndarray[Any, Any]) -> torch.Tensor:
