@@ -31,12 +31,10 @@ from replaykit.storages.ledger import Ledger
 from replaykit.storages.memory import as_device, by_value, from_value
 from replaykit.storages.next_rows import DedupNext, Mismatch
 from replaykit.storages.recoverable import Recovery
-from replaykit.storages.recoverable_files import hand_over, resume
+from replaykit.storages.recoverable_files import resume
 from replaykit.storages.row_files import (
     OVERFLOW,
     RowFiles,
-    added_in_files,
-    columns_in_files,
     grow_in_files,
     remove_empty,
 )
@@ -183,12 +181,10 @@ class LazyMemmapStorage(LazyTensorStorage):
         slots = self._slots_for(lanes)
         with self._folder() as folder:
             taken = sorted((folder / OVERFLOW).rglob("*.memmap")) if self.dedup_next else []
-            files = RowFiles.of(folder, schema, slots, lanes).files.values()
-            if self.existsok and (taken or any(file.exists() for file in files)):
+            plan = RowFiles.of(folder, schema, slots, lanes)
+            if self.existsok and (taken or any(file.exists() for file in plan.files.values())):
                 give_up_rows(folder)
-            columns = columns_in_files(
-                folder, schema, slots, lanes, existsok=self.existsok, taken=taken, ndim=self.ndim
-            )
+            columns = plan.created(self.ndim, existsok=self.existsok, taken=taken)
         self._made_in = folder
         return columns
 
@@ -198,10 +194,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             return super()._memory_for(schema)
         rows = columns.rows if isinstance(columns, DedupColumns) else columns
         stored = rows.schema.with_added(schema.root)
-        new = list(schema.leaves)
-        return added_in_files(
-            folder, stored, new, columns.slots, columns.lanes, existsok=self.existsok
-        )
+        plan = RowFiles.of(folder, stored, columns.slots, columns.lanes)
+        return plan.added(list(schema.leaves), existsok=self.existsok)
 
     @property
     def checks_before_load(self) -> bool:
@@ -381,11 +375,6 @@ class LazyMemmapStorage(LazyTensorStorage):
     def share(self, parts: Mapping[str, bool] | None = None) -> bool:
         if self._invited is not None or self.recovery is None:
             return super().share(parts)
-        self._share_recovered(parts or {})
-        return False
-
-    def _share_recovered(self, parts: Mapping[str, bool]) -> None:
-        """Share rows that this process recovers alone so far."""
         alone, folder = self.recovery, self.scratch_dir
         assert folder is not None
         if alone.shared or alone.in_use or self._listeners:
@@ -393,21 +382,9 @@ class LazyMemmapStorage(LazyTensorStorage):
                 "expected a LazyMemmapStorage with recover=True that no buffer uses yet; make the "
                 "buffer over it with shared=True"
             )
-        self._check_sharing_options()
-        with self.lock:
-            sharing = self._new_sharing(
-                parts,
-                folder,
-                private=False,
-                mapped=True,
-                existsok=self.existsok,
-                recover=True,
-                durable=alone.home.durable,
-            )
-            hand_over(alone, (0, 0))  # no element is logged yet
-            self._forget_rows()
-            self._share_by(sharing)
-            alone.home.close()
+        how = {"existsok": self.existsok, "recover": True, "durable": alone.home.durable}
+        self._begin_sharing(parts or {}, folder, private=False, mapped=True, **how)
+        return False
 
     def _open_sharing(self, parts: Mapping[str, bool]) -> None:
         folder = self.scratch_dir
@@ -422,15 +399,14 @@ class LazyMemmapStorage(LazyTensorStorage):
         )
 
     def for_readers(self) -> Any:
-        if self.recovery is not None and self.recovery.shared:
-            return self
+        recovery = self.recovery
         with self.lock:
             columns = self._columns
-            folder = self._made_in if self.recovery is None else self.recovery.folder
-            if not isinstance(columns, Columns) or folder is None:
-                return (
-                    super().for_readers()
-                )  # nothing is written yet, or there may be overflow rows
+            folder = self._made_in if recovery is None else recovery.folder
+            # Without columns, nothing is written yet, or there may be overflow rows.
+            alone = recovery is None or not recovery.shared
+            if not (alone and isinstance(columns, Columns) and folder is not None):
+                return super().for_readers()
             return _InFiles(
                 folder,
                 columns.schema,

@@ -20,7 +20,7 @@ from replaykit.storages.dedup_memory import DedupJournal
 from replaykit.storages.episode_indexes import EpisodeIndexes
 from replaykit.storages.ledger import Ledger
 from replaykit.storages.next_rows import Pairs
-from replaykit.storages.row_files import OVERFLOW, RowFiles, columns_in_files, refuse_taken
+from replaykit.storages.row_files import OVERFLOW, RowFiles, refuse_taken
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def make_columns(
     """
     storage, home, folder = recovery.storage, recovery.home, recovery.folder
     home.check_process()
-    stored, slots = schema if pairs is None else pairs.stored, storage._slots_for(lanes)
-    plan = RowFiles.of(folder, stored, slots, lanes)
+    stored = schema if pairs is None else pairs.stored
+    plan = RowFiles.of(folder, stored, storage._slots_for(lanes), lanes)
     present = {file for file in plan.files.values() if file.exists()}
     if pairs is not None:
         present |= set((folder / OVERFLOW).rglob("*.memmap"))
@@ -99,16 +99,7 @@ def make_columns(
         if present:
             give_up_rows(folder, home.folder)
     with home.making():
-        rows = columns_in_files(
-            folder,
-            stored,
-            slots,
-            lanes,
-            existsok=True,
-            taken=[],
-            ndim=storage.ndim,
-            mapped=recovery.mapped,
-        )
+        rows = plan.created(storage.ndim, existsok=True, mapped=recovery.mapped)
         recovery.open_rows(rows, list(plan.files.values()), fresh=True)
         columns: AnyColumns = rows
         if pairs is not None:
@@ -294,7 +285,7 @@ def _restore(
         marks, codes = cuts.numbers.tolist(), cuts.codes.tolist()
         episodes = {"marks": marks, "codes": codes, "heads": heads, "root_flags": True}
         EpisodeIndexes.check(episodes)
-        own.follow(*state.ledger(), moved=True, removed=True)
+        own.follow(state, moved=True, removed=True)
         storage.indexes.restore(episodes, own, None)
         read_log(home, TAGS, storage.indexes.present_tags, state, None)
     except (ValueError, IndexError) as error:

@@ -38,54 +38,6 @@ No file of a key has this name, because ``%`` in keys is escaped.
 """
 
 
-def columns_in_files(
-    folder: FilePath,
-    schema: Schema,
-    slots: int,
-    lanes: torch.Size,
-    *,
-    existsok: bool,
-    taken: list[FilePath],
-    ndim: int,
-    mapped: bool = True,
-) -> Columns:
-    """Create the files of the rows in a folder, and return columns over them.
-
-    If the call fails, it removes the files that it made. With ``existsok``, existing files are
-    reused with their content. Otherwise existing files, or files in ``taken``, raise RuntimeError.
-    ``mapped`` is True if the files are on a disk, and False if they are in memory.
-    """
-    plan = RowFiles.of(folder, schema, slots, lanes)
-    tensors = plan.make(folder, plan.files, existsok=existsok, taken=taken, in_memory=not mapped)
-    return plan.columns(tensors, ndim, mapped=mapped)
-
-
-def added_in_files(
-    folder: FilePath,
-    schema: Schema,
-    paths: list[Path],
-    slots: int,
-    lanes: torch.Size,
-    *,
-    existsok: bool,
-) -> dict[Path, torch.Tensor]:
-    """Return zeros over new files, one for each added column.
-
-    If the call fails, it removes the files that it made.
-
-    Args:
-        schema: all leaves in the folder, including the added leaves.
-        paths: the leaves that have no files yet.
-        existsok: whether existing files of these names may be overwritten.
-    """
-    plan = RowFiles.of(folder, schema, slots, lanes)
-    present = [path for path in paths if plan.files[path].exists()]
-    tensors = plan.make(folder, paths, existsok=existsok)
-    for path in present:
-        carried(tensors[path]).zero_()
-    return tensors
-
-
 def refuse_taken(
     folder: FilePath, files: set[FilePath], *, existsok: bool, own: FilePath | None = None
 ) -> None:
@@ -107,6 +59,7 @@ def refuse_taken(
 class RowFiles(NamedTuple):
     """The files of the rows of a schema, by path; ``_RECORDS`` is the records' key."""
 
+    folder: FilePath
     schema: Schema
     layout: RecordLayout | None
     files: dict[Path, FilePath]
@@ -125,7 +78,7 @@ class RowFiles(NamedTuple):
             dtypes[_RECORDS] = torch.uint8
             names[_RECORDS] = FilePath(f"{_RECORDS_NAME}.memmap")
         files = {path: folder / name for path, name in names.items()}
-        return cls(schema, layout, files, shapes, dtypes)
+        return cls(folder, schema, layout, files, shapes, dtypes)
 
     def offset_of(self, path: Path) -> tuple[FilePath, int]:
         """Return the file of a leaf, and the offset of its first value in bytes."""
@@ -137,19 +90,36 @@ class RowFiles(NamedTuple):
     def nbytes(self, path: Path) -> int:
         return self.shapes[path].numel() * self.dtypes[path].itemsize
 
+    def created(
+        self, ndim: int, *, existsok: bool, taken: Iterable[FilePath] = (), mapped: bool = True
+    ) -> Columns:
+        """Create the files, and return columns over them; see ``make``."""
+        tensors = self.make(self.files, existsok=existsok, taken=taken, mapped=mapped)
+        return self.columns(tensors, ndim, mapped=mapped)
+
+    def added(self, paths: list[Path], *, existsok: bool) -> dict[Path, torch.Tensor]:
+        """Return zeros over new files of some paths; see ``make``."""
+        present = [path for path in paths if self.files[path].exists()]
+        tensors = self.make(paths, existsok=existsok)
+        for path in present:
+            carried(tensors[path]).zero_()
+        return tensors
+
     def make(
         self,
-        folder: FilePath,
         paths: Iterable[Path],
         *,
         existsok: bool,
         taken: Iterable[FilePath] = (),
-        in_memory: bool = False,
+        mapped: bool = True,
     ) -> dict[Path, torch.Tensor]:
         """Make the files of some paths, and map them; if it fails, remove the new files.
 
-        See ``columns_in_files`` for the arguments.
+        With ``existsok``, existing files are reused with their content. Otherwise existing files,
+        or files in ``taken``, raise RuntimeError. ``mapped`` is True if the files are on a disk,
+        and False if they are in memory.
         """
+        folder = self.folder
         files = {path: self.files[path] for path in paths}
         present = {file for file in files.values() if file.exists()}
         refuse_taken(folder, {*present, *taken}, existsok=existsok)
@@ -159,7 +129,7 @@ class RowFiles(NamedTuple):
         try:
             return {
                 path: map_file(
-                    file, self.shapes[path], self.dtypes[path], create=True, in_memory=in_memory
+                    file, self.shapes[path], self.dtypes[path], create=True, in_memory=not mapped
                 )
                 for path, file in files.items()
             }
@@ -197,9 +167,8 @@ def grow_in_files(folder: FilePath, *, mapped: bool = True) -> Grow:
 
     def grow(schema: Schema, entries: int, table: Columns | None) -> Columns:
         folder.mkdir(exist_ok=True)
-        return columns_in_files(
-            folder, schema, entries, torch.Size(), existsok=True, taken=[], ndim=1, mapped=mapped
-        )
+        plan = RowFiles.of(folder, schema, entries, torch.Size())
+        return plan.created(1, existsok=True, mapped=mapped)
 
     return grow
 

@@ -31,8 +31,7 @@ from replaykit.storages.next_rows import (
     following_lanes,
     pairs_of,
 )
-from replaykit.storages.recoverable import Recovery
-from replaykit.storages.recoverable_files import make_columns
+from replaykit.storages.recoverable_files import hand_over, make_columns
 from replaykit.storages.restorable import RestorableStorage, adopt_mapped, mapped_rows
 from replaykit.storages.shared_storage import HOW, begin_sharing, memory_folder
 from replaykit.structure import build
@@ -288,28 +287,17 @@ class LazyTensorStorage(TensorStorage):
             RuntimeError: another process or storage uses the folder of this storage.
             OSError: the folder cannot be made.
         """
+        name, parts = type(self).__name__, parts or {}
         if self._invited is not None:
-            self._check_parts(self._invited, parts or {})
+            for part, own in parts.items():
+                if self._invited.get(part, False) is not own:
+                    how = "with" if not own else "without"
+                    raise ValueError(
+                        f"expected a buffer {how} a {part}, like the other processes that share "
+                        f"{self.recovery.folder}"
+                    )
             self._invited = None
             return True
-        self._check_shareable()
-        self._open_sharing(parts or {})
-        return False
-
-    def _open_sharing(self, parts: Mapping[str, bool]) -> None:
-        self._begin_sharing(parts, memory_folder(), private=True, mapped=False)
-
-    def _check_parts(self, there: Mapping[str, Any], parts: Mapping[str, bool]) -> None:
-        for name, own in parts.items():
-            if there.get(name, False) is not own:
-                how = "with" if not own else "without"
-                raise ValueError(
-                    f"expected a buffer {how} a {name}, like the other processes that share "
-                    f"{self.recovery.folder}"
-                )
-
-    def _check_shareable(self) -> None:
-        name = type(self).__name__
         if self.recovery is not None and self.recovery.shared:
             raise ValueError(f"expected a {name} that no other buffer shares for shared=True")
         if self._columns is not None or self.ledger.next_position:
@@ -319,36 +307,36 @@ class LazyTensorStorage(TensorStorage):
                 "and memory of the first write stay, and processes cannot share them; make a new "
                 "buffer with shared=True"
             )
-        self._check_sharing_options()
-
-    def _check_sharing_options(self) -> None:
-        name = type(self).__name__
         if self._device == "auto" or torch.device(self._device).type != "cpu":
             raise ValueError(
                 f"expected a {name} on the CPU for shared=True, got device {self._device}"
             )
+        self._open_sharing(parts)
+        return False
+
+    def _open_sharing(self, parts: Mapping[str, bool]) -> None:
+        self._begin_sharing(parts, memory_folder(), private=True, mapped=False)
 
     def _begin_sharing(
         self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
     ) -> None:
+        """Use files that processes share, and their lock, from now on.
+
+        If ``parts`` is None, join other processes. Rows that this process has recovered alone stay.
+        """
         with self.lock:
-            self._share_by(self._new_sharing(parts, folder, **how))
-
-    def _new_sharing(
-        self, parts: Mapping[str, bool] | None, folder: FilePath, **how: Any
-    ) -> Recovery:
-        """Begin to share a folder, or join other processes if ``parts`` is None."""
-        recovery = begin_sharing(self, folder, join=parts is None, **how)
-        if parts is not None:
-            own = {name: getattr(self, name) for name in DESCRIBED}
-            assert recovery.sharing is not None
-            recovery.sharing.describe_sharing({**own, "parts": dict(parts)})
-        return recovery
-
-    def _share_by(self, recovery: Recovery) -> None:
-        """Use files that processes share, and their lock, from now on."""
-        self.recovery = recovery
-        self.__dict__.pop("lock", None)
+            alone, shared = self.recovery, begin_sharing(self, folder, join=parts is None, **how)
+            assert shared.sharing is not None
+            if parts is not None:
+                own = {name: getattr(self, name) for name in DESCRIBED}
+                shared.sharing.describe_sharing({**own, "parts": dict(parts)})
+            if alone is not None:
+                hand_over(alone, (0, 0))  # no element is logged yet
+                self._forget_rows()
+            self.recovery = shared
+            self.__dict__.pop("lock", None)
+            if alone is not None:
+                alone.home.close()
 
     def _forget_rows(self) -> None:
         """Drop the rows of this object; the rows of the shared files replace them."""
@@ -442,7 +430,7 @@ class LazyTensorStorage(TensorStorage):
         rows = mapped_rows(group, group.schema if pairs is None else pairs.stored, slots, self.ndim)
         columns: AnyColumns = rows
         if pairs is not None:
-            columns = self._dedup_columns(pairs, rows, self._grow(rows.device))
+            columns = DedupColumns(pairs, rows, self._grow(rows.device), self.lane_key)
             adopt_mapped(columns, group, content.rows)
         self._columns = columns
         self._adopt(columns)
@@ -481,10 +469,7 @@ class LazyTensorStorage(TensorStorage):
         if pairs is None:
             return self._allocate_memory(schema, lanes, rows)
         taken = self._allocate_memory(pairs.stored, lanes, rows)
-        return self._dedup_columns(pairs, taken, self._grow(taken.device))
-
-    def _dedup_columns(self, pairs: Pairs, rows: Columns, grow: Grow) -> DedupColumns:
-        return DedupColumns(pairs, rows, grow, self.lane_key)
+        return DedupColumns(pairs, taken, self._grow(taken.device), self.lane_key)
 
     def put_back(self) -> None:
         """Update derived data after a rollback has restored overwritten rows."""

@@ -20,7 +20,8 @@ import torch
 
 from replaykit import ReplayBuffer
 from replaykit.recovery.recovery_folder import RecoveryFolder
-from replaykit.storages import recoverable, recoverable_files, shared_storage
+from replaykit.storages import recoverable, shared_storage
+from replaykit.storages.row_files import RowFiles
 from tests.crash import recovering
 from tests.crash.recovering import Child, apply, differences, kill_at, shown
 from tests.crash.sharing import (
@@ -513,7 +514,7 @@ def test_children_are_forked_while_a_thread_extends() -> None:
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-@pytest.mark.parametrize("place", ["columns_in_files", "begin", "published", "opened"])
+@pytest.mark.parametrize("place", ["files", "begin", "published", "opened"])
 def test_child_forked_during_the_first_write_can_write(
     place: str, dedup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,7 +531,7 @@ def test_child_forked_during_the_first_write_can_write(
         return called
 
     module, name = {
-        "columns_in_files": (recoverable_files, "columns_in_files"),
+        "files": (RowFiles, "created"),
         "begin": (recoverable.Recovery, "open_rows"),
         "published": (RecoveryFolder, "publish"),
         "opened": (shared_storage.Sharing, "open_tables"),
