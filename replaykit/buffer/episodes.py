@@ -11,10 +11,11 @@ import torch
 
 from replaykit._compat import TensorDict, Uncompiled, as_tensor
 from replaykit.episodes import EndReason, EpisodeIndex, Head
+from replaykit.episodes.boundaries import EpisodeTable
 from replaykit.errors import StaleAddress
 from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import as_index, check_cells, check_range, ravel, unravel_index
-from replaykit.storages.ledger import Ledger
+from replaykit.storages.taken_rows import row_ids
 from replaykit.structure import Branch
 from replaykit.ted import REWARD
 
@@ -48,16 +49,9 @@ class EpisodeValues(NamedTuple):
         return EpisodeValues(*(values[which] for values in self))
 
 
-def facts_of(
-    by: EpisodeIndex,
-    lane: Array,
-    begin: Array,
-    first: Array,
-    last: Array,
-    code: Array,
-    head: Array,
-) -> EpisodeValues:
-    """Return the properties of episodes from an index; see ``episodes.found.Table``."""
+def facts_of(by: EpisodeIndex, table: EpisodeTable) -> EpisodeValues:
+    """Return the properties of episodes of an index."""
+    lane, begin, first, last, code, head = table
     began = by.positions(begin, lane)
     return EpisodeValues(
         lane,
@@ -71,11 +65,6 @@ def facts_of(
         np.minimum(code, int(EndReason.CUT)),
         head,
     )
-
-
-def positions(ledger: Ledger, slots: Array) -> Array:
-    """Return the row ids of the rows in slots int64 ``[K]``."""
-    return np.asarray(ledger.positions(torch.from_numpy(np.ascontiguousarray(slots))).numpy())
 
 
 class EpisodeLookup(Uncompiled):
@@ -228,7 +217,7 @@ class Episodes(EpisodeLookup):
             with self._storage.lock:
                 if self._storage.ledger.length:
                     index = self._storage.episodes
-                    self._known = facts_of(index, *index.table())
+                    self._known = facts_of(index, index.table())
                 else:
                     self._known = EpisodeValues.none()
         return self._known
@@ -293,7 +282,8 @@ class Episodes(EpisodeLookup):
             time, lane = by.time_and_lane(elements)
             first, last = by.spans(time, lane)
             begin, code, head = by.begins(time, lane), by.reasons(time, lane), by.heads(time, lane)
-            return Episodes(self._storage, facts_of(by, lane, begin, first, last, code, head))
+            table = EpisodeTable(lane, begin, first, last, code, head)
+            return Episodes(self._storage, facts_of(by, table))
 
     # -- description ----------------------------------------------------------------------------
 
@@ -383,14 +373,13 @@ class Episodes(EpisodeLookup):
         facts, storage = self._facts, self._storage
         if not len(facts.id):
             return
-        ledger, lanes = storage.ledger, storage.lanes.numel()
-        self._check_stored(positions(ledger, facts.element // lanes) == facts.first)
+        self._check_stored(row_ids(storage, facts.element) == facts.first)
         index = storage.episodes
         start, lane = index.time_and_lane(facts.element)
         stop = np.broadcast_to(index.bounds(lane)[1], lane.shape)
         self._check_stored(start + facts.length <= stop)
-        end = index.element(start + facts.length - 1, lane) // lanes
-        self._check_stored(positions(ledger, end) == facts.last)
+        end = index.element(start + facts.length - 1, lane)
+        self._check_stored(row_ids(storage, end) == facts.last)
         ends = np.cumsum(facts.length)
         for low in range(0, int(ends[-1]), size):
             high = min(low + size, int(ends[-1]))
@@ -401,7 +390,7 @@ class Episodes(EpisodeLookup):
             which = np.repeat(numbers, counts)
             step = np.arange(low, high) - np.repeat(begins, counts)
             elements = index.element(start[which] + step, lane[which])
-            position = positions(ledger, elements // lanes)
+            position = row_ids(storage, elements)
             rest = facts.length[which] - 1 - step
             kept = facts.first[which] + step <= position
             self._check_stored(kept & (position <= facts.last[which] - rest))

@@ -33,13 +33,7 @@ class StoredSurroundings(Surroundings):
     """
 
     def __init__(
-        self,
-        storage: ColumnStorage,
-        index: EpisodeIndex,
-        drawn: torch.Tensor,
-        window: Array | None,
-        mask: Array | None,
-        generator: torch.Generator | None,
+        self, storage: ColumnStorage, index: EpisodeIndex, drawn: torch.Tensor, info: Any
     ) -> None:
         super().__init__()
         self._storage, self._index = storage, index
@@ -48,10 +42,12 @@ class StoredSurroundings(Surroundings):
         self._cells = cells.numpy() if cells.is_cpu else cells.cpu().numpy()
         found = index.around(self._cells)
         self.time, self.lane, self.begin, self.last, self._code, self.head = found
+        window, mask = info.get("sequence_id"), info.get("validity_mask")
+        if mask is None:
+            mask = info.get(("collector", "mask"))
         self.alone = window is None
-        self._window = window
-        self.mask = mask
-        self.generator = generator
+        self._window = None if window is None else window.cpu().numpy()
+        self.mask = None if mask is None else mask.cpu().numpy()
         self.keys = self._columns.schema.leaves
 
     # Computed on first use, because not every transform needs them.
@@ -158,19 +154,10 @@ def fetch_all(
         RuntimeError: the storage does not record where episodes end.
     """
     columns = with_episodes(storage, ", which transforms that read the rows around need")
-    window, mask = info.get("sequence_id"), info.get("validity_mask")
-    if mask is None:
-        mask = info.get(("collector", "mask"))
-    around = StoredSurroundings(
-        columns,
-        columns.episodes if episodes is None else episodes,
-        index,
-        None if window is None else window.cpu().numpy(),
-        None if mask is None else mask.cpu().numpy(),
-        generator,
-    )
-    around.bare = bare
-    if mask is None:
+    known = columns.episodes if episodes is None else episodes
+    around = StoredSurroundings(columns, known, index, info)
+    around.generator, around.bare = generator, bare
+    if around.mask is None:
         around.rows = rows
     return fetch_more(chain, Prepared(around))
 

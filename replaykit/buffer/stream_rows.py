@@ -22,7 +22,7 @@ from replaykit.errors import Closed, NotEnoughData
 from replaykit.interrupts import check
 from replaykit.keywords import whole_number
 from replaykit.pace import checked_timeout
-from replaykit.storages.column_storage import ColumnStorage
+from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of, unravel_index
 from replaykit.storages.removal import check_removable, named_lanes, remove_oldest, stream_index
 from replaykit.storages.taken_rows import StreamQueues, row_ids, take_elements, taken
@@ -223,12 +223,6 @@ def _removes(buffer: ReplayBuffer, storage: Any) -> bool:
     return buffer._writer.kind in ("lanes", "episodes")
 
 
-def _columns(storage: Any) -> ColumnStorage:
-    if not isinstance(storage, ColumnStorage):
-        raise RuntimeError(f"a {type(storage).__name__} has no lanes; use a tensor storage")
-    return storage
-
-
 def _queues(buffer: ReplayBuffer, storage: ColumnStorage, name: str) -> StreamQueues:
     if buffer._sampler.consumes:
         raise ValueError(
@@ -240,7 +234,7 @@ def _queues(buffer: ReplayBuffer, storage: ColumnStorage, name: str) -> StreamQu
 
 def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
     with buffer._locked() as found:
-        storage, writer = _columns(found), buffer._writer
+        storage, writer = with_episodes(found), buffer._writer
         limit = getattr(writer, "length", storage.ledger.slots)
         if n > limit:
             raise ValueError(f"expected n of at most {limit} rows of a stream, got {n}")
@@ -310,7 +304,7 @@ class Room(_Wait):
             ValueError: there is never room for that many rows.
         """
         self.stored()
-        storage, writer = _columns(storage), self._buffer._writer
+        storage, writer = with_episodes(storage), self._buffer._writer
         if writer.kind == "lanes":
             keys = stream_keys(rows.leaves[storage.lane_key])
             keys, counts = np.unique(keys, return_counts=True)
@@ -337,7 +331,7 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
     """Return all rows in order of time, ``[lanes, T]``, and remove them."""
     skip = whole_number("skip", skip, 0)
     with buffer._locked() as found:
-        storage = _columns(found)
+        storage = with_episodes(found)
         queues = _queues(buffer, storage, "drain()")
         lanes = queues.named(None)
         first = queues.taken(lanes)

@@ -188,11 +188,6 @@ class CommittedState:
         state.set_parts(priorities, counts)
         return state
 
-    def ledger(self) -> tuple[int, int, int, int, bool, tuple[int, int]]:
-        """Return the counters and the lengths of the tables, for ``Ledger.follow``."""
-        counters = self.cursor, self.length, self.next_position, self.cleared
-        return *counters, bool(self.by_stream), (self.positions, self.generations)
-
     @property
     def priorities(self) -> list[CommittedPriorities]:
         """The counts of each sampler's priorities, in the order in which samplers were added."""

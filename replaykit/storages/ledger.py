@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from replaykit.declared import decode_state, vector, within
 from replaykit.recovery.recovery_folder import Tables
 from replaykit.storages.change_log import ChangeKind, ChangeLog, Removal
 from replaykit.storages.indexing import all_distinct
+
+if TYPE_CHECKING:
+    from replaykit.storages.commit_state import CommittedState
 
 Array = np.ndarray[Any, Any]
 Table = torch.Tensor | ReadLater[torch.Tensor]
@@ -563,12 +566,7 @@ class Ledger:
     @torch.inference_mode(False)
     def follow(
         self,
-        cursor: int,
-        length: int,
-        next_position: int,
-        cleared: int,
-        by_stream: bool,
-        tables: tuple[int, int],
+        state: CommittedState,
         *,
         moved: bool,
         removed: bool,
@@ -578,7 +576,6 @@ class Ledger:
         """Follow a committed ledger, whose tables are in the region.
 
         Args:
-            tables: the lengths of the tables; -1 for no table.
             moved: whether more has changed than a clear and writes at the cursor and by stream.
             removed: whether rows may have been removed and others moved.
             placed: the slots of rows that were written by stream, and possibly of others; None
@@ -586,28 +583,31 @@ class Ledger:
             slots: if rows were removed, the slots that have other rows or no row now; None if they
                 may be any.
         """
+        counters = state.cursor, state.length, state.next_position
         if moved:
             self.changes += 1
             self.log.move(slots)
             if removed:
                 self.log.removed = self.log.number
-            self._moved_at = next_position
-        elif cleared != self.cleared:
-            self.next_position = cleared
+            self._moved_at = state.next_position
+        elif state.cleared != self.cleared:
+            self.next_position = state.cleared
             self._forget_rows()
-        if moved or tables[0] >= 0:
+        if moved or state.positions >= 0:
             if not moved:
                 if placed is None or self.in_order:  # rows at the cursor may have come before
-                    placed = np.arange(length)
-                self.log.place(placed[placed < length])
-            self.cursor, self.length, self.next_position = cursor, length, next_position
+                    placed = np.arange(state.length)
+                self.log.place(placed[placed < state.length])
+            self.cursor, self.length, self.next_position = counters
         else:
-            self.follow_writes(cursor, length, next_position)
-        self.cleared, self.by_stream = cleared, by_stream
-        numbers = Tables.POSITIONS, Tables.GENERATIONS
+            self.follow_writes(*counters)
+        self.cleared, self.by_stream = state.cleared, bool(state.by_stream)
         self._positions, self._generations = (
-            None if entries < 0 else self._in_region(number, entries)
-            for number, entries in zip(numbers, tables, strict=True)
+            None if entries < 0 else self._in_region(number, entries)  # -1 for no table
+            for number, entries in (
+                (Tables.POSITIONS, state.positions),
+                (Tables.GENERATIONS, state.generations),
+            )
         )
 
     def follow_writes(self, cursor: int, length: int, next_position: int) -> None:

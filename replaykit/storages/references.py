@@ -110,11 +110,6 @@ class References:
         self.moved = moved
 
     @property
-    def what(self) -> str:
-        """A noun for the tables, for error messages."""
-        return "references of rows" if self.is_direct else "list of overflow rows"
-
-    @property
     def is_direct(self) -> bool:
         """True if there is one table of references."""
         return self.tables[0].dtype == torch.int32 and len(self.tables[0].shape) > 1
@@ -168,7 +163,8 @@ class References:
         def make(*arrays: Array) -> None:
             use(self.made(*(agreed(*arrays[k::count]) for k in range(count))))
 
-        return ReadLater(make, tables, self.what)
+        name = "references of rows" if self.is_direct else "list of overflow rows"
+        return ReadLater(make, tables, name)
 
 
 class ReferencedColumn:

@@ -369,7 +369,7 @@ class Sharing:
         outdated = None if since is None else self._outdated_slots(ledger, since, state)
         length, complete = ledger.length, indexes.complete()
         removed = reset or bool(self.signs[REMOVED] > known)
-        ledger.follow(*state.ledger(), moved=moved, removed=removed, placed=placed, slots=outdated)
+        ledger.follow(state, moved=moved, removed=removed, placed=placed, slots=outdated)
         if since is not None:
             self._follow_edits(storage, since)
         changed = since is None or any(
