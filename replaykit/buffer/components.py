@@ -121,13 +121,6 @@ def limiter_queue(buffer: ReplayBuffer, storage: Storage, *, shared: bool) -> Li
     return LimiterQueue(buffer._rate_limiter, storage.recovery.home.folder if shared else None)
 
 
-def pace_stats(buffer: ReplayBuffer) -> dict[str, Any]:
-    if buffer._rate_limiter is None:
-        return {}
-    pace = LimiterQueue(buffer._rate_limiter) if buffer._pace is None else buffer._pace
-    return pace.stats()
-
-
 def make_parts(buffer: ReplayBuffer) -> None:
     """Make the components; keep none of them if an error occurs.
 
@@ -195,8 +188,12 @@ def check_uses(
     buffer: ReplayBuffer, sampler: Sampler, storage: Storage, writer: Writer, chain: Compose
 ) -> None:
     buffer._sample_unit.check(storage, sampler)
-    if buffer._windows is not None:
-        check_anchors(sampler, buffer._windows)
+    if buffer._windows is not None and not sampler.draws_anchors:
+        raise ValueError(
+            f"expected a sampler of single rows with {type(buffer._windows).__name__} as "
+            f"sample_unit, got {type(sampler).__name__}, which draws windows itself; use slices of "
+            "one row (slice_len=1), or pass the windows as transform="
+        )
     chain = chain_of_draws(buffer, storage, chain)
     check_order(sampler, writer, buffer._batch_size)
     check_consuming(buffer, sampler, storage, writer, chain)
@@ -252,6 +249,9 @@ def stats_of(buffer: ReplayBuffer) -> dict[str, Any]:
         size, count = len(buffer), buffer.write_count
         capacity = buffer._storage.max_size
     queued = 0 if buffer._prefetcher is None else len(buffer._prefetcher)
+    limiter, pace = buffer._rate_limiter, buffer._pace
+    if limiter is not None and pace is None:
+        pace = LimiterQueue(limiter)
     room = {} if capacity is None else {"capacity": capacity, "utilization": size / capacity}
     return {
         "size": size,
@@ -259,7 +259,7 @@ def stats_of(buffer: ReplayBuffer) -> dict[str, Any]:
         "prefetch_queue_size": queued,
         "initialized": buffer._initialized,
         **room,
-        **pace_stats(buffer),
+        **({} if pace is None else pace.stats()),
     }
 
 
@@ -267,8 +267,7 @@ def exchange_storage(
     buffer: ReplayBuffer, storage: Storage, collate_fn: Callable[[Any], Any] | None = None
 ) -> Storage:
     """Replace the storage; return the previous one."""
-    check_type("storage", storage, Storage)
-    refuse_exchange(buffer, "storage")
+    check_exchange(buffer, "storage", storage, Storage)
     check_collate_fn(collate_fn)
     with both_locked(buffer, storage) as previous:
         if buffer._rate_limiter is not None:
@@ -315,8 +314,7 @@ def both_locked(buffer: ReplayBuffer, other: Storage) -> Iterator[Storage]:
 
 def exchange_sampler(buffer: ReplayBuffer, sampler: Sampler) -> Sampler:
     """Replace the sampler; return the previous one."""
-    check_type("sampler", sampler, Sampler)
-    refuse_exchange(buffer, "sampler")
+    check_exchange(buffer, "sampler", sampler, Sampler)
     with buffer._locked() as storage:
         check_uses(buffer, sampler, storage, buffer._writer, buffer._chain)
         claim_parts(buffer, sampler)
@@ -329,8 +327,7 @@ def exchange_sampler(buffer: ReplayBuffer, sampler: Sampler) -> Sampler:
 
 def exchange_writer(buffer: ReplayBuffer, writer: Writer) -> Writer:
     """Replace the writer; return the previous one."""
-    check_type("writer", writer, Writer)
-    refuse_exchange(buffer, "writer")
+    check_exchange(buffer, "writer", writer, Writer)
     with buffer._locked() as storage:
         check_uses(buffer, buffer._sampler, storage, writer, buffer._chain)
         claim_parts(buffer, writer)
@@ -409,16 +406,6 @@ def _consuming(count: int, sampler: Any) -> Any:
 def uses_of(sampler: Sampler) -> int | None:
     """Return how often a sampler may draw each row; None for no limit."""
     return sampler.max_sample_count if isinstance(sampler, ConsumingSampler) else None
-
-
-def check_anchors(sampler: Sampler, unit: object) -> None:
-    """Raise ValueError if a sampler itself draws windows."""
-    if not sampler.draws_anchors:
-        raise ValueError(
-            f"expected a sampler of single rows with {type(unit).__name__} as sample_unit, got "
-            f"{type(sampler).__name__}, which draws windows itself; use slices of one row "
-            "(slice_len=1), or pass the windows as transform="
-        )
 
 
 def check_consuming(
@@ -558,8 +545,15 @@ def common_parts(sampler: Sampler, writer: Writer, limiter: RateLimiter | None) 
     }
 
 
-def refuse_exchange(buffer: Any, part: str) -> None:
-    """Raise RuntimeError if the buffer is shared. Its parts cannot be replaced."""
+def check_exchange(buffer: Any, part: str, given: object, kind: type) -> None:
+    """Check the new part of a buffer.
+
+    Raises:
+        TypeError: it has the wrong type.
+        RuntimeError: the buffer is shared, so its parts cannot be replaced.
+    """
+    if not isinstance(given, kind):
+        raise TypeError(f"expected {part} as a {kind.__name__}, got {type(given).__name__}")
     if buffer._shared:
         raise RuntimeError(
             f"the {part} of a shared buffer cannot be replaced: other processes use the present "
@@ -634,11 +628,6 @@ def checked_prefetch(prefetch: int | None, batch_size: int | None) -> int:
             "prefetch needs the buffer to have a batch_size"
         )
     return prefetch
-
-
-def check_type(name: str, given: object, kind: type) -> None:
-    if not isinstance(given, kind):
-        raise TypeError(f"expected {name} as a {kind.__name__}, got {type(given).__name__}")
 
 
 def check_generator(generator: object) -> None:

@@ -187,9 +187,8 @@ def priorities_of(
         dim = min(dim if dim >= 0 else dim + data.batch_dims, data.batch_dims - 1)
         index, generation = (_per_row(item, dim, data.batch_dims) for item in (index, generation))
         value = value.movedim(dim, 0)
-    checks = (
-        type(sampler).check_priorities is not Sampler.check_priorities
-    )  # it refuses them itself
+    # Such a sampler refuses invalid priorities itself.
+    checks = type(sampler).check_priorities is not Sampler.check_priorities
     if not (checks and _is_column(value) and value.shape == index.shape):
         value = reduced_priority(value, index.shape[0], sampler, key)
     return index, value, generation

@@ -132,10 +132,10 @@ class NativeRows:
         layout = self.batch_layout
         if self._only_records and layout is not None:
             block = layout.new_block(count, self._owner.batch_memory)
-            self._move(self._rows, rows, count, limit, [block.data_ptr()], self._batch_strides)
+            self._move(self._rows, rows, limit, [block.data_ptr()], self._batch_strides)
             return layout.split(block)
         leaves, to = self._new_batch(count)
-        self._move(self._rows, rows, count, limit, to, self._batch_strides)
+        self._move(self._rows, rows, limit, to, self._batch_strides)
         return leaves
 
     def _new_batch(self, count: int) -> tuple[list[torch.Tensor], list[int]]:
@@ -156,7 +156,7 @@ class NativeRows:
         """Gather some leaves, each into a contiguous tensor."""
         (table, sizes), count = self.table(paths), rows.shape[0]
         leaves = self._fresh_leaves(paths, count)
-        self._move(table, rows, count, limit, [leaf.data_ptr() for leaf in leaves], sizes)
+        self._move(table, rows, limit, [leaf.data_ptr() for leaf in leaves], sizes)
         return leaves
 
     def begin(
@@ -244,16 +244,10 @@ class NativeRows:
         return [torch.empty_like(model) for model in models]
 
     def _move(
-        self,
-        table: Any,
-        rows: torch.Tensor,
-        count: int,
-        limit: int,
-        to: list[int],
-        strides: list[int],
+        self, table: Any, rows: torch.Tensor, limit: int, to: list[int], strides: list[int]
     ) -> None:
+        count, mapped, at = rows.shape[0], self._owner.advise, rows.data_ptr()
         threads = torch.get_num_threads() if count * self._row_bytes >= _THREADS_FROM else 1
-        mapped, at = self._owner.advise, rows.data_ptr()
         cold = table.gather(at, count, limit, to, strides, threads, mapped, self._cold > 0)
         if mapped:
             self._cold = _COLD_BATCHES if cold else max(0, self._cold - 1)
