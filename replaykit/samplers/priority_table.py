@@ -200,14 +200,6 @@ class PriorityTable:
                 self.give_default(torch.from_numpy(slots), max(top, int(slots.max()) + 1))
         self.skip(storage)
 
-    def is_current(self, storage: Storage | None) -> bool:
-        """Return whether no row was written since the last use."""
-        if storage is None:
-            return True
-        if self._seen is None:
-            return self.length == len(storage)
-        return self._seen == storage.ledger.place_in_log
-
     def skip(self, storage: Storage | None) -> None:
         """Count all rows that are stored now as rows with priorities."""
         self._seen = None if storage is None else storage.ledger.place_in_log

@@ -97,7 +97,6 @@ class Boundaries:
         flags = (unravel(end_key),) if end_key is not None else _keys("end_keys", end_keys)
         self.rule = BoundaryRule(flags=flags, ids=_keys("traj_key", traj_key), strict=True)
         self._named = named
-        self._plain = not named
         self._used = self.rule
         self._said_missing: list[Path] = []
         self._ends = None
@@ -187,7 +186,7 @@ class Boundaries:
             columns = cast(ColumnStorage, storage)
             if self._ends is not None:
                 return self._static(columns)
-            index = columns.episodes if self._plain else columns.indexes.of(self._used)
+            index = columns.indexes.of(self._used) if self._named else columns.episodes
             if index is not self._index:
                 self._used.bind(schema)  # the storage's rule is less strict
                 self._index = index

@@ -260,7 +260,6 @@ class ColumnStorage(ColumnReads):
                 raise ValueError(f"expected {len(slots)} rows for as many slots, got {len(rows)}")
             if not len(slots):
                 return
-            self._check(rows)
             are_new = set_cursor or not self.ledger.length
             if are_new:
                 check_no_hole(slots, self.ledger.length)

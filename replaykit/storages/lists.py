@@ -220,9 +220,7 @@ class ListStorage(Storage):
         """
         with self.lock:
             at = as_index(index, len(self))
-            if isinstance(at, int):
-                return self._items[at]
-            if isinstance(at, slice):
+            if not isinstance(at, torch.Tensor):
                 return self._items[at]
             if at.ndim != 1:
                 raise IndexError(
@@ -334,15 +332,7 @@ class ListStorage(Storage):
         return Content(len(items), torch.Size(), (), order, tuple(plain))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        content = self.content_of(state_dict)
-        if content.rows > self.max_size:
-            raise ValueError(f"expected at most {self.max_size} rows, got {content.rows}")
-        target = self.check_content(content)
-        with self.lock:
-            self.load_content(content, target, None)
-            self.ledger.clear()
-            self.ledger.advance(content.rows)
-            self.resume(over=True)
+        self._load_rows(self.content_of(state_dict))
 
     # -- episodes -----------------------------------------------------------------------------
 

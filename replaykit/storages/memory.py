@@ -310,9 +310,7 @@ def from_value(value: Any) -> Any:
         if not value.raw.size:
             return torch.empty(value.shape, dtype=value.dtype, device=value.device)
         raw = value.raw
-        if (
-            not raw.flags.writeable
-        ):  # such an array was unpickled out of band, and does not own its memory
+        if not raw.flags.writeable:  # unpickled out of band, so it does not own its memory
             raw = raw.copy()
         tensor = torch.from_numpy(raw).view(value.dtype).view(value.shape)
         return tensor.to(value.device)

@@ -228,11 +228,7 @@ class RestorableStorage(ColumnStorage):
                 for path in leaves:  # one by one, so that each leaf that is not a view is released
                     leaves[path] = leaves[path].clone()
                 stored = self._build(leaves, self.visible_shape())
-            added = (
-                []
-                if self.schema is None
-                else [p for p in self.schema.leaves if p in self.schema.added]
-            )
+            added = [p for p in self.schema.leaves if p in self.schema.added] if self.schema else []
             return {
                 "_storage": to_plain(stored),
                 "initialized": self.initialized,
@@ -241,16 +237,7 @@ class RestorableStorage(ColumnStorage):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        content = self.content_of(state_dict)
-        with self.lock:
-            target = self.check_content(content)
-            limit = target.slots if target is not None else self.ledger.slots
-            if content.rows > limit:
-                raise ValueError(f"expected at most {limit} rows, got {content.rows}")
-            self.load_content(content, target, None)
-            self.ledger.clear()
-            self.ledger.advance(content.rows)
-            self.indexes.restore(None, None, None)
+        self._load_rows(self.content_of(state_dict))
 
     def content_of(self, state_dict: Mapping[str, Any]) -> Content:
         """Read the rows of a state dict.

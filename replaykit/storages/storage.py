@@ -369,6 +369,23 @@ class Storage(Uncompiled, ABC):
         target = self.check_content(content)
         return lambda: self.load_content(content, target, None)
 
+    def _load_rows(self, content: Content) -> None:
+        """Replace all rows by others, which get the first slots.
+
+        Raises:
+            ValueError: there are too many rows.
+            SchemaError: the rows do not fit.
+        """
+        with self.lock:
+            target = self.check_content(content)
+            limit = getattr(target, "slots", self.ledger.slots)
+            if content.rows > limit:
+                raise ValueError(f"expected at most {limit} rows, got {content.rows}")
+            self.load_content(content, target, None)
+            self.ledger.clear()
+            self.ledger.advance(content.rows)
+            self.restore_episodes(None, self.ledger, None)
+
     # -- rows in a directory ------------------------------------------------------------------
 
     @property
