@@ -438,7 +438,10 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             index, info = self._delivered(storage, request, start)
             self._add_weights(storage, index, info, weight)
             if self.unit == "slice":
-                self._name_starts(storage, start.to(index.device), info)
+                rows, lanes = start.to(index.device)[info[SEQUENCE_ID]], storage.lanes
+                info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
+                slots = info["anchor_index"][:, 0] if lanes else rows
+                info["anchor_generation"] = storage.ledger.generations(slots)
             return index, info
 
     @staticmethod
@@ -552,14 +555,6 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         last = last - np.where(code == CONTINUES, request.law.open_future, 0)
         return window.cut_from(time, last, lane)
 
-    @staticmethod
-    def _name_starts(storage: Storage, start: torch.Tensor, info: dict[Any, Any]) -> None:
-        """Add the start of each row's window to ``info``."""
-        rows, lanes = start[info[SEQUENCE_ID]], storage.lanes
-        info["anchor_index"] = unravel_index(rows, lanes) if lanes else rows
-        slots = info["anchor_index"][:, 0] if lanes else rows
-        info["anchor_generation"] = storage.ledger.generations(slots)
-
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         if self.unit == "episode":
             self._prepare_episodes(storage, batch_size)
@@ -593,11 +588,9 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             self.dropped_updates += update.dropped
             if update.top:
                 update = self._weighed.reduced(update, storage)
-                at = (
-                    unravel_index(update.elements, storage.lanes)
-                    if storage.lanes
-                    else update.elements
-                )
+                at = update.elements
+                if storage.lanes:
+                    at = unravel_index(at, storage.lanes)
                 super().update_priority(at, update.priorities, storage=storage)
 
     update_priority.__doc__ = PrioritizedSampler.update_priority.__doc__

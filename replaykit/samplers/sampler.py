@@ -430,10 +430,7 @@ def require_rows(storage: Storage) -> int:
 
 def drawing_device(storage: Storage, generator: torch.Generator | None) -> torch.device:
     """Return the device of random numbers: the generator's, or else the storage's."""
-    if generator is not None:
-        return generator.device
-    device = storage.device
-    return torch.device(device) if isinstance(device, str) else device
+    return torch.device(storage.device) if generator is None else generator.device
 
 
 def as_drawn(flat: torch.Tensor, storage: Storage) -> torch.Tensor:

@@ -313,12 +313,9 @@ class RandomSampler(Sampler):
 
     def _eligible(self, records: Eligible, storage: Storage, batch_size: int) -> torch.Tensor:
         """Draw among the eligible rows only."""
-        generator, home = self.generator, storage.device
-        device = drawing_device(storage, generator)
+        generator, device = self.generator, drawing_device(storage, self.generator)
         number = torch.randint(records.count, (batch_size,), generator=generator, device=device)
         found = records.elements((number if number.is_cpu else number.cpu()).numpy())
-        if storage.ndim == 1 and isinstance(home, torch.device) and home.type == "cpu":
-            return found
         return as_drawn(found, storage)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:

@@ -358,7 +358,8 @@ class ColumnStorage(ColumnReads):
             columns.check_writable()
             tensors = self._memory_for(schema.part(new))
             for path, tensor in tensors.items():
-                _fill(tensor[: self.ledger.length], leaves[path], time_dim)
+                rows = carried(tensor[: self.ledger.length]).transpose(0, time_dim)
+                rows.copy_(carried(leaves[path]))
             # The values are written before readers can access the columns.
             self.ledger.log.edit(None, new)
             columns.add(schema, tensors)
@@ -455,7 +456,7 @@ class ColumnStorage(ColumnReads):
         with self.lock:
             columns.changes.expose()
             view = columns.column(unravel(key), self.ledger.length)
-        return view.transpose(0, time_dim) if time_dim else view
+        return view.transpose(0, time_dim)
 
     def edit_columns(
         self,
@@ -531,12 +532,6 @@ def _tree(path: Path, value: Any, batch: torch.Size, root: Node) -> Node:
         kind, cls = ("mapping", dict) if mapping else ("tensordict", TensorDict)
         node = Branch(kind, ((part, node),), cls)
     return node
-
-
-def _fill(rows: torch.Tensor, values: torch.Tensor, time_dim: int) -> None:
-    """Copy the values of all stored rows, in the layout of ``rb[:]``, into a column."""
-    target = carried(rows)
-    (target.transpose(0, time_dim) if time_dim else target).copy_(carried(values))
 
 
 def fitted(path: Path, value: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

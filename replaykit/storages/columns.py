@@ -269,13 +269,15 @@ class Columns:
     def part(self, paths: Sequence[Path]) -> Columns:
         """Return columns of some leaves over the same memory, cached by ``paths``."""
         key = tuple(paths)
-        found = self._parts.get(key)
-        if found is None:
-            tensors = {path: self.tensors[path] for path in key}
-            part = self.schema.part(key)
-            found = Columns(part, tensors, self.ndim, mapped=self.advise, changes=self.changes)
-            found.batch_memory = self.batch_memory
-            self._parts[key] = found
+        if key not in self._parts:
+            self._parts[key] = self._part(key)
+        return self._parts[key]
+
+    def _part(self, paths: tuple[Path, ...]) -> Columns:
+        tensors = {path: self.tensors[path] for path in paths}
+        part = self.schema.part(paths)
+        found = Columns(part, tensors, self.ndim, mapped=self.advise, changes=self.changes)
+        found.batch_memory = self.batch_memory
         return found
 
     def gather_elements(
@@ -532,15 +534,11 @@ class ScatteredColumns(Columns):
         column = self._alone[path]
         return carried(column).index_select(0, rows).view(column.dtype)
 
-    def part(self, paths: Sequence[Path]) -> Columns:
-        key = tuple(paths)
-        found = self._parts.get(key)
-        if found is None:
-            found = ScatteredColumns.__new__(ScatteredColumns)
-            found._ends, found._shifts = self._ends, self._shifts
-            # Both objects share the leaves that are in one tensor.
-            found._set_up(self._all.part(key), self._alone, self.changes, self.slots)
-            self._parts[key] = found
+    def _part(self, paths: tuple[Path, ...]) -> Columns:
+        found = ScatteredColumns.__new__(ScatteredColumns)
+        found._ends, found._shifts = self._ends, self._shifts
+        # Both objects share the leaves that are in one tensor.
+        found._set_up(self._all.part(paths), self._alone, self.changes, self.slots)
         return found
 
     def gather_elements(

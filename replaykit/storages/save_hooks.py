@@ -35,21 +35,16 @@ def content_to_save(storage: Storage, path: str | os.PathLike[str]) -> Content:
     content = storage.content()
     if not storage.save_hooks or not content.rows:
         return content
-    data = _copied(storage)
-    for hook in storage.save_hooks:
-        _save_cursor(hook, storage)
-        data = _call(hook, "save", data, path=path)
-    return _content_of(data, storage)
-
-
-def _save_cursor(hook: Hook, storage: Storage) -> None:
-    ledger = storage.ledger
-    is_full = bool(ledger.length) and ledger.length == ledger.slots
+    data, ledger = _copied(storage), storage.ledger
+    is_full = ledger.length == ledger.slots
     # With a full ring and the cursor at 0, the newest row is in the last slot.
     shift = ledger.cursor or (ledger.length if is_full else 0)
-    for name, value in (("shift", shift), ("is_full", is_full)):
-        if hasattr(hook, name):
-            setattr(hook, name, value)
+    for hook in storage.save_hooks:
+        for name, value in (("shift", shift), ("is_full", is_full)):
+            if hasattr(hook, name):
+                setattr(hook, name, value)
+        data = _call(hook, "save", data, path=path)
+    return _content_of(data, storage)
 
 
 def content_after_load(storage: Storage, content: Content) -> Content:
