@@ -74,9 +74,7 @@ class Slicing:
         if size.slice_len:
             Window(form, size.slice_len)  # raises for spans that are too wide
         self._window: Window | None = None
-        self._followed = False
         self._needs: Needs | None = None
-        self._law_of: CountLaw | None = None
         self._law = CountLaw(1, 0)
 
     def request(self, storage: Storage, batch_size: int, needs: Needs) -> SliceRequest:
@@ -93,22 +91,18 @@ class Slicing:
         if not len(storage):
             raise NotEnoughData("Cannot sample from an empty storage.")
         slices, length = self.size.of(batch_size)
-        window = self._window
-        followed = needs.future > 0
-        if window is None or (window.length, self._followed) != (length, followed):
-            window = self._window = Window(self.form, length, followed=followed)
-            self._followed = followed
         index = self.boundaries.index(storage)
         if storage.schema is not None:
             self.markers.check(storage.schema)
-        if needs is not self._needs or window.law is not self._law_of:
+        window = self._window
+        if window is None or window.length != length or needs is not self._needs:
             if self.within is not None and (needs.closed or needs.intact or needs.future):
                 raise ValueError(
                     "expected cross=True without transforms that need the end or later rows of an "
                     f"episode, got {needs}"
                 )
-            self._needs, self._law_of = needs, window.law
-            self._law = window.law.needing(needs)
+            window = self._window = Window(self.form, length, followed=needs.future > 0)
+            self._needs, self._law = needs, window.law.needing(needs)
         return SliceRequest(slices, window, index, self._law)
 
     def refuse(

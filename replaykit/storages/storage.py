@@ -248,12 +248,8 @@ class Storage(Uncompiled, ABC):
         The effect is that of ``write`` at these slots. A storage may override this with a faster
         method.
         """
-        slots = self.ledger.slots
-        self.write(
-            (arange(skipped, len(rows)) + first) % slots,
-            rows,
-            slice(skipped, None),
-        )
+        slots = (arange(skipped, len(rows)) + first) % self.ledger.slots
+        self.write(slots, rows, slice(skipped, None))
 
     def read(self, index: torch.Tensor, *, own: bool = True) -> Any:
         """Read copies of the rows at an int64 ``[B]`` (or ``[B, ndim]``).
