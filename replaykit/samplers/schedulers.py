@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
@@ -130,10 +129,13 @@ class ParameterScheduler(Uncompiled, ABC):
     def step(self) -> None:
         """Set the attribute to its next value; nothing changes if the sampler raises."""
         value = self.value(self.steps + 1, self.current)
-        least = -math.inf if self.min_value is None else self.min_value
-        most = math.inf if self.max_value is None else self.max_value
-        several = isinstance(value, torch.Tensor)
-        value = value.clamp(least, most) if several else min(max(value, least), most)
+        least, most = self.min_value, self.max_value
+        # Without bounds the value may be of any type that the attribute accepts.
+        if isinstance(value, torch.Tensor):
+            value = value if least is most is None else value.clamp(least, most)
+        else:
+            value = value if least is None else max(value, least)
+            value = value if most is None else min(value, most)
         setattr(self.sampler, self.param_name, value)
         self.steps += 1
 

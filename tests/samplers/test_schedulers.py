@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -224,6 +225,27 @@ def test_custom_scheduler_computes_values_and_saves_state(sampler: Any) -> None:
     assert betas(scheduler, 4) == pytest.approx([0.4, 0.8, 0.0, 0.4])
     assert scheduler.state_dict()["teeth"] == 3
     assert repr(scheduler) == "Sawtooth('beta', steps=4)"
+
+
+def test_custom_scheduler_may_return_any_value_that_the_attribute_accepts() -> None:
+    class Given(ParameterScheduler):
+        def value(self, step: int, current: Any) -> Any:
+            return given[step - 1]
+
+    class Weighted(RandomSampler):
+        weights: Any = 1.0
+
+    given: list[Any] = [[0.25, 0.75], np.array([0.5, 0.5]), torch.tensor([3, 2**40 + 1]), None]
+    sampler = Weighted()
+    scheduler = Given(sampler, "weights")
+    for value in given:
+        sampler.weights = 1.0
+        scheduler.step()
+        assert sampler.weights is value
+    sampler.weights, given = 1.0, [torch.tensor([3, 7])]
+    Given(sampler, "weights", max_value=5).step()
+    assert sampler.weights.dtype is torch.int64
+    assert sampler.weights.tolist() == [3, 5]
 
 
 def test_the_state_names_neither_sampler_nor_function() -> None:
