@@ -354,7 +354,8 @@ def read_torchrl(
         sampler = PrioritizedSampler(alpha=found.alpha, beta=found.beta, eps=found.eps, dtype=dtype)
     options.setdefault("batch_size", saved.batch_size)
     if saved.generator is not None and options.get("generator") is None:
-        options["generator"] = saved_generator({"device": "cpu", "state": saved.generator})
+        state = {"device": "cpu", "state": saved.generator}
+        options["generator"] = saved_generator(state, " in rng_state")
     buffer = ReplayBuffer(storage=storage, sampler=sampler, **options)
     with buffer._locked():
         apply_state(cast(Any, buffer), _state(buffer, saved))

@@ -326,8 +326,11 @@ def _target_of_rows(
     return target, rows
 
 
-def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
-    """Return a generator in the saved state; None if no state was saved."""
+def saved_generator(saved: Mapping[str, Any] | None, where: str = "") -> torch.Generator | None:
+    """Return a generator in the saved state; None if no state was saved.
+
+    ``where`` is a clause for the error that names the place of the state.
+    """
     if saved is None:
         return None
     if not isinstance(saved, Mapping):
@@ -337,7 +340,7 @@ def saved_generator(saved: Mapping[str, Any] | None) -> torch.Generator | None:
         # Copied, because torch reads from the start of the tensor's storage, not of the tensor.
         generator.set_state(saved["state"].cpu().clone())
     except (KeyError, RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected the state of a generator, got {error}") from None
+        raise ValueError(f"expected the state of a generator{where}, got {error}") from None
     return generator
 
 

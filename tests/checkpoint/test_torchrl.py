@@ -153,6 +153,12 @@ def test_read_buffer_continues_with_the_saved_generator_state():
     )
 
 
+def test_damaged_generator_state_is_named(saved: Path):
+    file = saved / "rng_state" / "rng_state.memmap"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    refuses(ValueError, "state of a generator in rng_state, got", read_torchrl, saved)
+
+
 def test_read_torchrl_writes_rows_into_a_scratch_dir(tmp_path: Path):
     buffer = read_torchrl(RANDOM, scratch_dir=tmp_path / "rows")
     assert type(buffer.storage) is LazyMemmapStorage
