@@ -399,13 +399,13 @@ class LazyMemmapStorage(LazyTensorStorage):
         )
 
     def for_readers(self) -> Any:
-        recovery = self.recovery
+        if self.recovery is not None and self.recovery.shared:
+            return self  # without the lock, which another process may hold
         with self.lock:
             columns = self._columns
-            folder = self._made_in if recovery is None else recovery.folder
+            folder = self._made_in if self.recovery is None else self.recovery.folder
             # Without columns, nothing is written yet, or there may be overflow rows.
-            alone = recovery is None or not recovery.shared
-            if not (alone and isinstance(columns, Columns) and folder is not None):
+            if not isinstance(columns, Columns) or folder is None:
                 return super().for_readers()
             return _InFiles(
                 folder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,15 @@ def test_spawned_workers_refuse_storages_not_fully_in_files(kind: str) -> None:
         rb.extend(TensorDict({"id": number, "next": {"id": number + 1}}, [ROWS]))
     with pytest.raises(RuntimeError, match="a LazyMemmapStorage would be copied"):
         rb.dataloader(workers=1, multiprocessing_context="spawn")
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_shared_rows_are_handed_to_workers_without_their_lock(storage: Any) -> None:
+    """Another process may hold it for long, for example during a load."""
+    rb = ReplayBuffer(storage=storage(ROWS), batch_size=4, shared=True)
+    rb.extend(rows())
+    with ThreadPoolExecutor(1) as thread, rb.storage.lock:
+        assert thread.submit(rb.storage.for_readers).result(timeout=10) is rb.storage
 
 
 def test_workers_fork_safely_while_prefetch_threads_run() -> None:
