@@ -137,6 +137,8 @@ def remove_stream_rows(
 
 _PAUSES = (0.0005, 0.001, 0.002, 0.005)
 """Seconds between looks at the rows of other processes. The last value repeats."""
+_NEED = ", which take(), drain() and overwrite=False need"
+
 _CLOSED = "closed"
 """File in the folder of shared rows that ends the waits of all processes."""
 
@@ -234,7 +236,7 @@ def _queues(buffer: ReplayBuffer, storage: ColumnStorage, name: str) -> StreamQu
 
 def _take(buffer: ReplayBuffer, n: int, lane: Any) -> Any:
     with buffer._locked() as found:
-        storage, writer = with_episodes(found), buffer._writer
+        storage, writer = with_episodes(found, _NEED), buffer._writer
         limit = getattr(writer, "length", storage.ledger.slots)
         if n > limit:
             raise ValueError(f"expected n of at most {limit} rows of a stream, got {n}")
@@ -304,7 +306,7 @@ class Room(_Wait):
             ValueError: there is never room for that many rows.
         """
         self.stored()
-        storage, writer = with_episodes(storage), self._buffer._writer
+        storage, writer = with_episodes(storage, _NEED), self._buffer._writer
         if writer.kind == "lanes":
             keys = stream_keys(rows.leaves[storage.lane_key])
             keys, counts = np.unique(keys, return_counts=True)
@@ -331,7 +333,7 @@ def drain_rows(buffer: ReplayBuffer, skip: int, aligned: bool) -> Any:
     """Return all rows in order of time, ``[lanes, T]``, and remove them."""
     skip = whole_number("skip", skip, 0)
     with buffer._locked() as found:
-        storage = with_episodes(found)
+        storage = with_episodes(found, _NEED)
         queues = _queues(buffer, storage, "drain()")
         lanes = queues.named(None)
         first = queues.taken(lanes)

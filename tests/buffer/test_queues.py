@@ -25,6 +25,7 @@ from replaykit import (
     LaneWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     NStep,
     RateLimiter,
     ReplayBuffer,
@@ -206,6 +207,13 @@ def test_wrong_requests_change_nothing() -> None:
     other.extend(rows([0], 0))
     for refused in (partial(other.take, 1), other.drain):
         refuses(ValueError, "a sampler that uses no rows up", refused)
+    listed = ReplayBuffer(storage=ListStorage(4))
+    for refused in (
+        partial(listed.take, 1),
+        listed.drain,
+        partial(listed.extend, [0], overwrite=False),
+    ):
+        refuses(RuntimeError, r"a ListStorage .* take\(\), drain\(\) and overwrite=", refused)
     streams.extend(rows([0], 0))
     for buffer in rb, streams:  # an empty selection
         buffer.cut([])
