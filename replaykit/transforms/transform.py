@@ -309,14 +309,17 @@ class Compose(Transform):
 
     def _by_position(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return states by position, also those of 0.1.0, which did not flatten a Compose."""
-        if not any(map(_is_of_chain, states.values())):
+        if not (_is_of_chain(states) and any(map(_is_of_chain, states.values()))):
             return states
         single, own = [*_single_states(states)], self.state_dict()
-        # A subclass stays one transform with such a state. Inverted chains are flattened backwards.
+        # A subclass stays one transform with such a state. Inverted chains are flattened backwards,
+        # and sorted ones may have lost their order.
         one_by_one = len(single) == len(own) and not any(map(_is_of_chain, own.values()))
-        if not one_by_one or any(entry.invert for entry in self.entries):
+        if not one_by_one or self.order != "strict" or any(entry.invert for entry in self.entries):
             return states
-        return dict(zip(own, single, strict=True))
+        if any(int(key) < least for key, (least, _) in zip(own, single, strict=True)):
+            return states
+        return {key: state for key, (_, state) in zip(own, single, strict=True)}
 
     def __repr__(self) -> str:
         inside = ", ".join(
@@ -331,11 +334,14 @@ def _is_of_chain(state: Any) -> bool:
     return known and all(str(key).isdigit() and isinstance(state[key], dict) for key in state)
 
 
-def _single_states(states: dict[str, Any]) -> Iterator[Any]:
-    """Yield the states of the transforms in a chain and in the chains inside it, in order."""
+def _single_states(states: dict[str, Any], before: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield the states of the transforms in a chain and in the chains inside it, in order.
+
+    Each has the lowest position that it may have in a flat chain.
+    """
     for key in sorted(states, key=int):
-        state = states[key]
-        yield from _single_states(state) if _is_of_chain(state) else [state]
+        state, least = states[key], before + int(key)
+        yield from _single_states(state, least) if _is_of_chain(state) else [(least, state)]
 
 
 def _is_ordered(transform: Any) -> bool:

@@ -314,6 +314,28 @@ def test_a_checkpoint_of_nested_chains_loads_into_a_flat_one(tmp_path: Path) -> 
     refuses(ValueError, "at position 3, got none", buffer(Counts(), Counts()).loads, tmp_path)
 
 
+class RawCounts(Counts):
+    stage = "raw"
+
+
+class ValueCounts(Counts):
+    stage = "value"
+
+
+def test_states_of_another_nested_chain_are_refused() -> None:
+    seen = {"seen": torch.tensor(5)}
+    for transforms, order, states in (
+        ((Compose(ValueCounts()), RawCounts()), "auto", {"0": {"0": seen}, "1": seen}),
+        ((Compose(Counts()), Counts()), "strict", {"1": {"0": seen}, "7": seen}),
+        ((Compose(Counts()), Counts()), "strict", {"0": {"0": seen}, "x": seen}),
+    ):
+        rb = ReplayBuffer(storage=LazyTensorStorage(5), transform=Compose(*transforms, order=order))
+        rb.extend(torch.arange(3))
+        state = {**rb.state_dict(), "_transforms": states}
+        refuses((ValueError, KeyError), "expected a transform|seen", rb.load_state_dict, state)
+        assert all(int(one.seen) == 0 for one in rb.transform if isinstance(one, Counts))
+
+
 def test_a_subclass_with_transforms_that_follow_writes_is_refused() -> None:
     for one in (RunningNorm(["x"]), StackFrames(["x"], 2)):
         refuses(ValueError, "in a Whole, which stays one transform", Compose, abs, Whole(one))
