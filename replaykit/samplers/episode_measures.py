@@ -120,9 +120,10 @@ class EpisodeMasses(Anchors):
         self._drawn = self._drawn_facts = np.zeros(0, np.int64)
         self._tree = SumSegmentTree(room, dtype=torch.float64)
 
-        # ``data`` is in the order of lanes, which is the order of ids if there is one lane.
-        order: Any = slice(None) if index.lanes == 1 else np.argsort(data.id)
-        self.age = order
+        # ``data`` is in the order of lanes, then of time. Placed rows may have later ids than the
+        # rows after them, so that the oldest episode of a lane has not the lowest id.
+        self._alone &= bool((np.diff(data.id)[np.diff(data.lane) == 0] > 0).all())
+        order = self.age = np.argsort(data.id, kind="stable")
         self._ids[:used] = data.id[order]
         may = True if where is None else _mask(where, data)[order]
         columns = (data.lane, data.first, data.last, data.code, data.head)

@@ -263,6 +263,30 @@ def test_a_copy_that_reads_all_episodes_draws_the_same(storage: str, form: str) 
             assert drawn.equal(again), step
 
 
+@pytest.mark.parametrize("draw", ["iid", "stratified", "without_replacement", "round_robin"])
+def test_placed_rows_have_later_ids_than_rows_after_them(draw: str) -> None:
+    measure = "window" if draw == "round_robin" else Coverage(99.0)
+    rb = make([3] * 4, 12, batch=3, draw=draw, measure=measure)
+    stored, drawn = [0, 100, 200, 300], dict.fromkeys(range(0, 1600, 100), 0)
+    for t in range(400, 1600, 100):
+        rows = rb[0:3]
+        rows["t"] = t + torch.arange(3)
+        slots = torch.arange(6, 9)
+        if t % 500:
+            slots = rb.extend(rows)
+        else:
+            rb.storage.set(slots, rows)
+        stored[int(slots[0]) // 3] = t
+        seen = []
+        for _ in range(4):
+            seen += starts(rb)
+            if draw != "round_robin":
+                assert drawn[seen[-1]] == min(drawn[one] for one in stored)
+            drawn[seen[-1]] += 1
+        if draw == "round_robin":
+            assert sorted(seen) == sorted(stored)
+
+
 @pytest.mark.parametrize("form", ["window", "round robin"])
 @pytest.mark.parametrize("storage", ["ring", "lanes", "streams"])
 def test_a_draw_after_a_write_looks_at_few_episodes(
