@@ -215,7 +215,6 @@ def test_a_batch_that_failed_keeps_its_number() -> None:
     assert set(members_in([choice.sample()])) == {1}
 
 
-@pytest.mark.acceptance("C46")
 def test_an_ensemble_of_some_members_keeps_the_step_and_the_epoch() -> None:
     """The weights of members 1 and 0 are those in the whole ensemble, divided by their sum."""
     by_step = make_ensemble([20] * 3, p=lambda step: [1.0, step, 0.0], batch_size=3)
@@ -231,6 +230,7 @@ def test_an_ensemble_of_some_members_keeps_the_step_and_the_epoch() -> None:
     torch.testing.assert_close(sampler[:2].shares(), sampler.shares()[:2])
 
 
+@pytest.mark.acceptance("C46")
 def test_whole_batches_are_chosen_by_schedule() -> None:
     options = {"batch_size": 2, "generator": torch.Generator().manual_seed(0)}
     choice = ScheduledChoice(make_member(0), make_member(1), lambda step: step / 999, **options)
