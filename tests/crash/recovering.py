@@ -148,6 +148,11 @@ def restart(buffer: ReplayBuffer) -> None:
 
 def shown(buffer: ReplayBuffer) -> dict[str, Any]:
     """Everything that is to be there again."""
+    with buffer.storage.lock:  # it undoes the change of a killed process
+        return _shown(buffer)
+
+
+def _shown(buffer: ReplayBuffer) -> dict[str, Any]:
     storage = buffer.storage
     ledger = storage.ledger
     found: dict[str, Any] = {
