@@ -360,8 +360,14 @@ class DedupJournal:
         return int(self._recovery.home.table(Tables.SIGNS, at.stop)[at.start])
 
     def set_stored(self, slots: int) -> None:
-        """Set the number of slots whose references count, for all processes."""
+        """Set the number of slots whose references count, for all processes.
+
+        Raises:
+            OSError: there is no room for the journal. Nothing has changed then.
+            RuntimeError: this is a forked process.
+        """
         at = self.referring
+        self._recovery.home.check_process()
         if at is not None and self.stored(0) != slots:
             self._recovery.journal_table(Tables.SIGNS, at)
             self._recovery.home.table(Tables.SIGNS, at.stop)[at.start] = slots

@@ -472,7 +472,7 @@ class LazyTensorStorage(TensorStorage):
         return DedupColumns(pairs, taken, self._grow(taken.device), self.lane_key)
 
     def put_back(self) -> None:
-        """Update derived data after a rollback has restored overwritten rows."""
+        """Update derived data after a rollback, which may have restored overwritten rows."""
         if isinstance(self._columns, DedupColumns):
             self._columns.outdate(self.ledger)
 

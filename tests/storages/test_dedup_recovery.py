@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from replaykit import LazyMemmapStorage, ReplayBuffer
 from replaykit.errors import CheckpointError
+from replaykit.recovery.journal import Journal
 from replaykit.storages.observation_table import ObservationTable
 from tests.storages.dedup import KINDS, Rows, Twins, apply, buffer
 from tests.support.refusals import refuses
@@ -29,6 +30,10 @@ def kept(folder: Path, kind: str = "ring", size: int = SLOTS, **options: Any) ->
     options = {"dedup_next": True, "on_mismatch": "dense", **KINDS[kind], **options}
     storage = LazyMemmapStorage(size, scratch_dir=folder, recover=True, **options)
     return ReplayBuffer(storage=storage)
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def cut_off_write(twins: Twins, rows: TensorDict, half: bool, patch: pytest.MonkeyPatch) -> None:
@@ -329,6 +334,34 @@ def test_full_disk_leaves_rows_unchanged(tmp_path: Path, monkeypatch: pytest.Mon
     before = rb[:].clone()
     del rb
     assert bool((kept(tmp_path, size=200)[:] == before).all())
+
+
+@pytest.mark.parametrize("fault", ["full", "closed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clear_that_fails_leaves_the_references(
+    fault: str, kind: str, tmp_path: Path, same_rows: Any, transitions: Any
+) -> None:
+    """A ledger journals its generations after the references were cleared."""
+    rb, twin = (kept(tmp_path / name, kind) for name in ("rows", "twin"))
+    rows = Rows(transitions, 0, kind)
+    for number in range(5):
+        written = rows.steps(7)
+        for one in (rb, twin):
+            one.extend(written)
+            if not number:
+                one.empty()  # makes the table of generations
+    if fault == "closed":
+        rb.storage.close()
+        refuses(RuntimeError, "closed", rb.empty)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "save", no_room)
+            refuses(OSError, "No space", rb.empty)
+        for written in (rows.noise(3), rows.steps(9)):
+            for one in (rb, twin):
+                one.extend(written)
+    assert same_rows(rb[:], twin[:])
+    assert rb.storage.overflow_rows == twin.storage.overflow_rows
 
 
 @pytest.mark.parametrize("kind", ["ring", "streams"])
