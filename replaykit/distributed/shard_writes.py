@@ -33,7 +33,7 @@ from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout, SchemaError
-from replaykit.interrupts import deferred, shielded
+from replaykit.interrupts import allowed, deferred, shielded
 from replaykit.pace import INSERT
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.ted import format_key, unravel
@@ -164,7 +164,9 @@ class Delivery(Reply):
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
-        if not wait((self._future,), timeout).done:
+        with allowed:  # a write may wait for the caller's samples
+            ended = wait((self._future,), timeout).done
+        if not ended:
             if self._paced:
                 raise RateLimiterTimeout(
                     f"the rows have not been written within {timeout or 0:g} s; they may still "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -435,3 +437,24 @@ def test_interrupted_call_has_taken_effect_in_all_shards(
     assert len(rb) == stats["inserts"] == stored
     room = 31 - stats["inserts"] + stats["samples"]
     assert len(rb.extend(torch.arange(room), timeout=0)) == room
+
+
+def test_interrupt_ends_the_wait_of_a_write_for_earlier_writes(sharded: Any) -> None:
+    rb = sharded(2, rate_limiter=RateLimiter.queue(4), timeout=5.0)
+    rb.extend(torch.arange(4))
+    written = rb.extend_async(torch.arange(4, 6))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+    try:
+        timer.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(torch.arange(6, 8), timeout=20.0)
+        assert time.monotonic() - begun < 10
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    rb.sample(4)
+    assert len(written.result(10)) == 2
+    assert len(rb) == 6
