@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
+import multiprocessing.util
+import os
 import threading
 import time
 import warnings
@@ -263,6 +266,7 @@ class WriteQueue:
         if not _PENDING:
             atexit.unregister(_leave_at_exit)
             atexit.register(_leave_at_exit)
+            _leave_at_exit_of(os.getpid())
         _PENDING[id(self)] = self
 
     def _unregister(self) -> None:
@@ -419,6 +423,13 @@ def _leave_at_exit() -> None:
             RuntimeWarning,
             stacklevel=1,
         )
+
+
+@functools.cache
+def _leave_at_exit_of(process: int) -> None:
+    """Wait for writes also in a process of multiprocessing, in which `atexit` does not run."""
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=0)
 
 
 _REFUSED: Any = object()

@@ -262,19 +262,29 @@ def test_close_raises_all_errors_of_writes(gated: tuple[Any, Gate]) -> None:
 
 
 WAITING = """
-import torch
+import multiprocessing, sys, torch
 from replaykit import LazyTensorStorage, RateLimiter, ShardedReplayBuffer
 from replaykit.distributed import write_queue
 write_queue._AT_EXIT_SECONDS = 0.05
-rb = ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(9), backend="local",
-                         rate_limiter=RateLimiter.queue(4))
-rb.extend(torch.zeros(4))
-written = rb.extend_async(torch.zeros(1))
+def write():
+    global rb, written
+    rb = ShardedReplayBuffer(num_shards=2, storage=lambda: LazyTensorStorage(9), backend="local",
+                             rate_limiter=RateLimiter.queue(4))
+    rb.extend(torch.zeros(4))
+    written = rb.extend_async(torch.zeros(1))
+if sys.argv[1] == "itself":
+    write()
+else:
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
 """
 
 
-def test_program_ends_although_a_write_waits_for_samples() -> None:
-    command = [sys.executable, "-c", WAITING]
+@pytest.mark.parametrize("program", ["itself", "process of multiprocessing"])
+def test_program_ends_although_a_write_waits_for_samples(program: str) -> None:
+    command = [sys.executable, "-c", WAITING, program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert "RuntimeWarning: writes were not stored, or may not have been" in ended.stderr
