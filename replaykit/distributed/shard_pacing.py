@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from replaykit._ray import ray_module
 from replaykit.distributed.protocol import ShardFacts
-from replaykit.distributed.requests import fetch
+from replaykit.distributed.requests import fetch, running_ray
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.pace import INSERT, SAMPLE, LimiterQueue, RateLimiter
 
@@ -429,6 +429,7 @@ class RayPace(InSupervisor):
                     self._client = None
 
     def _send(self, name: str, *args: Any) -> Any:
+        running_ray()  # a thread may still wait when the program ends Ray
         return self._actor.pace.remote(name, args)
 
     def _known(self) -> str:

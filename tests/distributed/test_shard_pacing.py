@@ -26,9 +26,9 @@ from replaykit import (
 from replaykit.distributed import shard_pacing, sharded_buffer, shards
 from replaykit.distributed.protocol import ShardDied, ShardFacts
 from replaykit.distributed.requests import Reply
-from replaykit.distributed.shard_pacing import ActorPace, ShardsPace
+from replaykit.distributed.shard_pacing import ActorPace, RayPace, ShardsPace
 from replaykit.distributed.shards import Supervisor
-from replaykit.errors import RateLimiterTimeout, SchemaError
+from replaykit.errors import ActorLost, RateLimiterTimeout, SchemaError
 from replaykit.pace import INSERT, SAMPLE
 from tests.distributed.laws import episodes, prioritized, running, wait_until
 from tests.pace.calls import counts, numbers, started
@@ -571,3 +571,18 @@ def test_polls_ignore_silent_and_dead_shards(monkeypatch: pytest.MonkeyPatch) ->
     supervisor, told = Supervisor(3, shard), report(0, 0, 1, 1, 1)
     answers[:] = Reply.done(told), Silent(), Reply.done(error=ShardDied(2, 0))
     assert supervisor._facts() == [told]
+
+
+def test_waiting_call_does_not_start_ray_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a thread does whose program has ended Ray."""
+    sent: list[Any] = []
+
+    def send(*message: Any) -> None:
+        sent.append(message)
+
+    ended = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setattr("replaykit.distributed.requests.ray_module", lambda: ended)
+    actor = SimpleNamespace(pace=SimpleNamespace(remote=send))
+    with pytest.raises(ActorLost):
+        RayPace(actor, RateLimiter.queue(4), 1.0).admit(INSERT, 1, None)
+    assert sent == []
