@@ -234,9 +234,9 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         try:
             answers.append(_patiently(client, shard, reply))
         except ShardDied:
-            failed = RuntimeError(
-                f"shard {shard} died while all were saved or loaded; nothing has been published"
-            )
+            loaded = "the other shards have loaded their rows; load again"
+            outcome = loaded if verb == "commit_load" else "nothing has been published"
+            failed = RuntimeError(f"shard {shard} died while all were saved or loaded; {outcome}")
         except Exception as error:
             failed = error
     if failed is not None:

@@ -397,6 +397,26 @@ def test_a_write_that_was_lost_is_waited_for_once(
     refuses(RuntimeError, "died during a save", rb.dumps, tmp_path)
 
 
+def test_a_death_in_the_last_step_of_a_load_says_that_others_have_loaded(
+    sharded: Any, tmp_path: Path
+) -> None:
+    rb = sharded(2, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 4))
+    rb.dumps(tmp_path)
+    shard = rb._members.shards[1]
+    call = shard.call
+
+    def deadly(verb: str, *args: Any) -> Any:
+        if verb == last:
+            shard.kill()
+        return call(verb, *args)
+
+    shard.call, last = deadly, "commit_load"
+    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", rb.loads, tmp_path)
+    rb.loads(tmp_path)
+    assert len(rb) == 4
+
+
 def test_a_shard_without_files_is_not_published(sharded: Any, tmp_path: Path) -> None:
     rb = sharded(2)
     rb.extend(numbered(0, 4))
