@@ -401,8 +401,8 @@ class Recovery:
         if self.home.roll_back(since):
             for column in self.samplers:
                 column.whole |= column.written
-        if storage is not None:  # a clear of the columns journals nothing
-            storage.put_back()
+            if storage is not None:
+                storage.put_back()
 
     # -- changes ------------------------------------------------------------------------------
 

@@ -471,8 +471,13 @@ class LazyTensorStorage(TensorStorage):
         taken = self._allocate_memory(pairs.stored, lanes, rows)
         return DedupColumns(pairs, taken, self._grow(taken.device), self.lane_key)
 
+    def clear(self) -> None:
+        super().clear()
+        if self.recovery is not None:
+            self.put_back()  # the ledger may still fail to clear, and keep the rows
+
     def put_back(self) -> None:
-        """Update derived data after a rollback, which may have restored overwritten rows."""
+        """Have the next write derive data again from the rows that the ledger then has."""
         if isinstance(self._columns, DedupColumns):
             self._columns.outdate(self.ledger)
 
