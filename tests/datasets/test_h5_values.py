@@ -232,7 +232,7 @@ def test_missing_pillow_error_names_the_extra_to_install(monkeypatch):
 
 @dataclass
 class Answering:
-    """A low-level dataset that gives each chunk as it is told to."""
+    """A low-level dataset whose chunks have given bytes and filters."""
 
     node: Any
     chunk: tuple[int, bytes] | Exception
@@ -248,7 +248,7 @@ class Answering:
 
 @pytest.fixture
 def inflated(tmp_path: Path) -> Iterator[Callable[..., bool]]:
-    """Whether an array was inflated, given what its chunk is said to be."""
+    """Return whether an array was inflated, given the bytes and filters of its chunk."""
     values = np.zeros((1000, 30), np.float32)
     with h5py.File(_write(tmp_path / "a.h5", values, chunks=(1000, 30), **GZIP)) as file:
         node = file["values"].id

@@ -129,7 +129,7 @@ def test_a_message_for_several_batches_draws_none_that_would_be_used_up() -> Non
 
 
 def test_unpicklable_error_loses_no_other_result() -> None:
-    """Its kind and text arrive; what was stored is said to be."""
+    """Its kind and text arrive, and so do the results of the rows that are stored."""
 
     class Odd(ReplayBuffer):
         def add(self, data: Any, **keywords: Any) -> Any:

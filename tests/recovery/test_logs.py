@@ -40,13 +40,19 @@ def _is_one(episodes: Any) -> Any:
     return episodes["a"] == 1
 
 
+def _handles(shared: bool, folder: Path) -> tuple[ReplayBuffer, ReplayBuffer | None]:
+    """Return a buffer whose commits write logs, and another handle if it is shared."""
+    if not shared:
+        return _opened(folder), None
+    rb = ReplayBuffer(storage=LazyTensorStorage(EPISODES), shared=True)
+    return rb, another(rb)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_tags_of_many_commits_are_read_again(shared: bool, tmp_path: Path) -> None:
     """The log of changed tags is replaced several times, and tags get more names."""
     draw = random.Random(0)
-    rb = ReplayBuffer(storage=LazyTensorStorage(EPISODES), shared=True) if shared else None
-    rb = _opened(tmp_path) if rb is None else rb
-    reader = another(rb) if shared else None
+    rb, reader = _handles(shared, tmp_path)
     rb.extend(_rows(EPISODES))
     wanted: dict[str, list[int]] = {}
     for step in range(1500):
@@ -189,9 +195,7 @@ def _lengths(rb: ReplayBuffer) -> list[int]:
 def test_cuts_of_many_commits_are_read_again(shared: bool, tmp_path: Path) -> None:
     """The log of cuts is replaced. A list holds the episode of each row."""
     draw = random.Random(0)
-    rb = ReplayBuffer(storage=LazyTensorStorage(EPISODES), shared=True) if shared else None
-    rb = _opened(tmp_path) if rb is None else rb
-    reader = another(rb) if shared else None
+    rb, reader = _handles(shared, tmp_path)
     episodes, episode = [], 0
     for _ in range(1800):
         count = draw.randrange(1, 4)

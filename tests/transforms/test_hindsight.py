@@ -63,7 +63,7 @@ def ends_every(length: int, count: int) -> list[bool]:
     return [row % length == length - 1 for row in range(count)]
 
 
-def told_by(batch: TensorDict) -> torch.Tensor:
+def goal_rows(batch: TensorDict) -> torch.Tensor:
     """The rows whose achieved goal became the goal; -1 where that was not changed."""
     goal = batch["desired_goal"][:, 0]
     return torch.where(goal < 0, -1.0, goal - 0.5).to(torch.int64)
@@ -131,19 +131,19 @@ def test_goals_are_chosen_by_the_strategy(
     after = stored_bits(rb)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     stored = rows_of(ends)[batch["row"]]
-    told, row = told_by(batch).reshape(8, length), batch["row"].reshape(8, length)
+    goal_row, row = goal_rows(batch).reshape(8, length), batch["row"].reshape(8, length)
     real = torch.arange(length) >= pad
     for window in range(8):
         first, last = episode_of(ends, int(row[window, pad]))
         inside = real & (row[window] >= first) & (row[window] <= last)
-        changed = told[window] >= 0
+        changed = goal_row[window] >= 0
         assert not changed[~inside].any()
         assert bool(changed[inside].all()) or not changed[inside].any()
         if p in (0.0, 1.0):
             assert (changed[inside] == bool(p)).all()
         if not changed.any():
             continue
-        goals = told[window][inside]
+        goals = goal_row[window][inside]
         latest = row[window][inside] if scope == "step" else row[window][inside].max()
         if strategy == "future":
             assert ((goals >= latest) & (goals <= last)).all()
@@ -155,7 +155,7 @@ def test_goals_are_chosen_by_the_strategy(
             assert ((goals >= 0) & (goals < len(ends))).all()
         if scope == "window":
             assert len(goals.unique()) == 1
-    flat = told.reshape(-1) >= 0
+    flat = goal_row.reshape(-1) >= 0
     for key in batch.keys(True, True):
         if key not in stored.keys(True, True):
             continue
@@ -177,7 +177,7 @@ def test_chosen_rows_are_spread_over_the_batch() -> None:
     size, draws = 20, 2000
     counts = np.zeros(size)
     for _ in range(draws):
-        counts += (told_by(rb.sample(size)) >= 0).numpy()
+        counts += (goal_rows(rb.sample(size)) >= 0).numpy()
     expected = np.full(size, draws * 0.25)
     statistic = ((counts - expected) ** 2 / (expected * 0.75)).sum()
     z = ((statistic / size) ** (1 / 3) - (1 - 2 / (9 * size))) / math.sqrt(2 / (9 * size))
@@ -200,7 +200,7 @@ def test_goals_are_uniform(strategy: str, low: int, high: int, length: int) -> N
         last = batch["row"].reshape(-1, length)[:, -1]
         first = batch["row"].reshape(-1, length)[:, 0]
         at = (last == 3) & (first < 8)
-        counts += np.bincount(told_by(batch).reshape(-1, length)[at, 0].numpy(), minlength=16)
+        counts += np.bincount(goal_rows(batch).reshape(-1, length)[at, 0].numpy(), minlength=16)
     assert counts[:low].sum() == counts[high + 1 :].sum() == 0
     assert counts.sum() > 800
     assert chi_square_p(counts[low : high + 1].tolist()) > SMALLEST_P
@@ -217,7 +217,7 @@ def test_the_reward_function_decides() -> None:
 
 
 def changed_rows(**leaves: torch.Tensor) -> ReplayBuffer:
-    """Return a buffer of rows with other goals, achieved goals or rewards; the last one is told."""
+    """Return a buffer of rows with other values. The goal of a row is that of the last row."""
     rows = rows_of(ends_every(5, 20))
     for name, leaf in leaves.items():
         rows["next", name] = leaf
@@ -286,7 +286,7 @@ def test_termination_may_be_rewritten(truncated: bool) -> None:
     )
     rb.extend(rows)
     batch = rb.sample()
-    chosen, step = told_by(batch) >= 0, batch["row"] % 5
+    chosen, step = goal_rows(batch) >= 0, batch["row"] % 5
     ended, cut = batch["next", "terminated"][:, 0], batch["next", "truncated"][:, 0]
     assert torch.equal(ended[chosen], step[chosen] >= 3)
     assert torch.equal(ended[~chosen], (step[~chosen] == 4) & (not truncated))
@@ -296,7 +296,7 @@ def test_termination_may_be_rewritten(truncated: bool) -> None:
 
 def test_rows_are_read_by_index_too() -> None:
     rb = buffer_of(HindsightGoal(1.0, "final"), ends_every(4, 10))
-    assert told_by(rb[:]).tolist() == [3] * 4 + [7] * 4 + [9] * 2
+    assert goal_rows(rb[:]).tolist() == [3] * 4 + [7] * 4 + [9] * 2
     assert rb[2]["desired_goal"].tolist() == [3.5, 1.0]
 
 
@@ -355,7 +355,7 @@ def test_slices_may_end_where_the_new_goal_is_reached() -> None:
     )
     batch = rb.sample(400)
     ended = batch["next", "terminated"][:, 0]
-    assert torch.equal(ended, told_by(batch) == batch["row"])
+    assert torch.equal(ended, goal_rows(batch) == batch["row"])
     last = (torch.arange(400) % 4 == 3) & (batch["row"] % 10 != 9)
     assert torch.equal(batch["next", "truncated"][:, 0], last)
     assert torch.equal(batch["next", "done"][:, 0], last | ended)
@@ -375,7 +375,7 @@ def test_steps_that_are_summed_have_the_new_goal(length: int, terminates: bool) 
     batch = rb.sample(300)
     for row, goal, total, steps in zip(
         batch["row"].tolist(),
-        told_by(batch).tolist(),
+        goal_rows(batch).tolist(),
         batch["next", "reward"].flatten().tolist(),
         batch["steps_used"].flatten().tolist(),
         strict=True,
@@ -402,17 +402,17 @@ def test_goals_come_from_the_same_stream_and_episode(layout: Any, strategy: str)
     )
     rb.extend(rows if "ndim" in layout else rows.transpose(0, 1).reshape(60))
     batch = rb.sample()
-    told, row = told_by(batch), batch["row"]
-    assert torch.equal(told // 1000, row // 1000)
-    told, row = told % 1000, row % 1000
-    assert torch.equal(told // 8, row // 8)
-    assert (told >= 4).all()  # what is stored of the first episode
+    goal_row, row = goal_rows(batch), batch["row"]
+    assert torch.equal(goal_row // 1000, row // 1000)
+    goal_row, row = goal_row % 1000, row % 1000
+    assert torch.equal(goal_row // 8, row // 8)
+    assert (goal_row >= 4).all()  # what is stored of the first episode
     if strategy == "future":
-        assert (told >= row).all()
+        assert (goal_row >= row).all()
     if strategy == "final":
-        assert torch.equal(told, (row // 8 * 8 + 7).clamp(max=19))
+        assert torch.equal(goal_row, (row // 8 * 8 + 7).clamp(max=19))
     else:
-        assert set(told.tolist()) == set(range(4, 20))
+        assert set(goal_row.tolist()) == set(range(4, 20))
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
@@ -477,13 +477,13 @@ def test_padding_of_slices_is_not_relabelled(scope: str) -> None:
         sampler=SliceSampler(slice_len=8, strict_length=False, pad_output=True),
     )
     batch = rb.sample(640)
-    told, row, real = (
-        each.reshape(80, 8) for each in (told_by(batch), batch["row"], batch["collector", "mask"])
+    goal_row, row, real = (
+        each.reshape(80, 8) for each in (goal_rows(batch), batch["row"], batch["collector", "mask"])
     )
-    chosen = told >= 0
+    chosen = goal_row >= 0
     assert not real.all()
     assert torch.equal(chosen, real & chosen[:, :1])
     assert 0.3 < chosen[:, 0].float().mean() < 0.7
     latest = row if scope == "step" else torch.where(real, row, 0).amax(1, keepdim=True)
-    assert (told >= latest)[chosen].all()
-    assert torch.equal(told[chosen] // 6, row[chosen] // 6)
+    assert (goal_row >= latest)[chosen].all()
+    assert torch.equal(goal_row[chosen] // 6, row[chosen] // 6)

@@ -245,7 +245,7 @@ def test_uniform_windows_stay_uniform(n: int, edit: Any, left: int, length: int)
 
 
 class Look(HistoryTransform):
-    """Everything that a later transform is told of a row, and the rows before and after it."""
+    """Everything that a later transform gets of a row, and the rows before and after it."""
 
     changes = frozenset({("before",), ("after",), ("reward_after",)})
 
@@ -282,15 +282,15 @@ def test_goals_of_edited_episodes(strategy: str) -> None:
         [6, 5],
     )
     batch = rb.sample(200)
-    told = (batch["desired_goal"].flatten() - 1000.5).long()
-    assert (told % 100 < 3).all()
+    goal_row = (batch["desired_goal"].flatten() - 1000.5).long()
+    assert (goal_row % 100 < 3).all()
     if strategy != "random":
-        assert (told // 100 == batch["row"] // 100).all()
-        assert (told >= batch["row"]).all()
+        assert (goal_row // 100 == batch["row"] // 100).all()
+        assert (goal_row >= batch["row"]).all()
     else:
-        assert set(told.tolist()) == {0, 1, 2, 100, 101, 102}
+        assert set(goal_row.tolist()) == {0, 1, 2, 100, 101, 102}
     # Rows that were fetched are relabelled as the row that asked for them.
-    assert torch.equal(batch["reward_after"].flatten() == 0, batch["after"] == told)
+    assert torch.equal(batch["reward_after"].flatten() == 0, batch["after"] == goal_row)
 
 
 def test_returns_are_those_of_edited_episodes() -> None:
