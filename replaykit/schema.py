@@ -49,6 +49,10 @@ class Rows:
     def __len__(self) -> int:
         return self.batch[0]
 
+    def on_cpu(self) -> bool:
+        """Return whether all leaves are on the CPU."""
+        return all(leaf.is_cpu for leaf in self.leaves.values())
+
     def complete(self, schema: Schema) -> None:
         """Add zeros for the added columns of a schema that the rows lack."""
         missing = schema.added.difference(self.leaves)
@@ -573,6 +577,9 @@ class MatchedRows(Rows):
         if dims is not None:
             given = [leaf.view(self.batch + leaf.shape[dims:]) for leaf in given]
         return dict(zip(self.matcher.paths, given, strict=True))
+
+    def on_cpu(self) -> bool:
+        return True
 
     def whole_episode(self, lane_key: Path | None) -> int | None:
         """Return the identity of rows that are one episode, with a flag at its end only.

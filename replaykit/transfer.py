@@ -105,7 +105,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the bytes of the tensor represent it completely.
 
     A plain tensor is dense, not empty, and without gradients. It is neither of a subclass, nor a
-    lazy conjugate or negative.
+    lazy conjugate, negative or zero.
     """
     return (
         type(tensor) is torch.Tensor
@@ -113,6 +113,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
         and tensor.nbytes > 0
     )
 

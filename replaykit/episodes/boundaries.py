@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -414,6 +414,9 @@ class RowColumns(Protocol):
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         """Return one column."""
+
+    def parts(self, paths: Iterable[Path], first: int, until: int) -> dict[Path, torch.Tensor]:
+        """Return the slots ``[first, until)`` of some columns, possibly copied to the CPU."""
 
     def refresh_addresses(self) -> None:
         """Read the memory addresses of the columns again."""

@@ -44,6 +44,9 @@ _EVICTED, _RESET, _CUT = int(Head.EVICTED), int(Head.RESET), int(Head.CUT)
 _BEHIND = 256
 """Number of rows of interleaved streams that may wait, so that they are indexed together."""
 
+_PARTS = 16
+"""Rows on a device may wait until they fill one of as many parts of the slots."""
+
 _LEAST = 16 * _BEHIND
 """Number of slots from which on rows may wait. It is at least twice the waiting rows."""
 
@@ -176,10 +179,18 @@ class EpisodeIndex:
             self.sync()
         self._edited = True
 
-    def append(self, count: int) -> None:
-        """Follow a write of ``count`` rows at the cursor; index these rows now or later."""
-        may_wait = self.key is not None and self._noted and self.slots >= _LEAST
-        if not may_wait or self._storage.ledger.next_position - self._noted >= _BEHIND:
+    def append(self, rows: Rows) -> None:
+        """Follow a write of rows at the cursor; index these rows now or later."""
+        behind, most = self._storage.ledger.next_position - self._noted, 1
+        if not self._reader.in_place:
+            # A read of stored rows waits until the earlier work of their device has ended.
+            if behind == len(rows) <= self.slots and rows.on_cpu():
+                self.append_rows(rows)
+                return
+            most = self.slots // _PARTS
+        elif self.key is not None:
+            most = _BEHIND
+        if behind >= most or not self._noted or self.slots < _LEAST:
             self.sync()
 
     def sync(self) -> None:
@@ -218,9 +229,10 @@ class EpisodeIndex:
         # All rows that were edited or placed earlier are overwritten.
         if count >= self.slots:
             self._edited, self._ordered_from = False, 0
+        columns = rows.leaves
         for start in range(0, count, self.slots):
             stop = min(count, start + self.slots)
-            leaves = {path: rows.leaves[path][start:stop] for path in self.bound.paths}
+            leaves = {path: columns[path][start:stop] for path in self.bound.paths}
             row_ids = np.arange(before + start, before + stop)
             slots = (ledger.cursor - ledger.next_position + row_ids) % self.slots
             self._append_leaves(leaves, slots, row_ids)
@@ -241,7 +253,8 @@ class EpisodeIndex:
         if isinstance(slots, range) or (slots == np.arange(first, first + count)).all():
             self._append_stored(first, first + count, row_ids)
         else:
-            leaves = {path: rows.leaves[path] for path in self.bound.paths}
+            columns = rows.leaves
+            leaves = {path: columns[path] for path in self.bound.paths}
             self._append_leaves(leaves, slots, row_ids)
         self._noted = ledger.next_position
         self.leave_ring()

@@ -87,6 +87,11 @@ class ColumnReader:
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._read_addresses()
 
+    @property
+    def in_place(self) -> bool:
+        """True if the core reads the stored columns, False if it reads copies."""
+        return self._source is not None
+
     def stored(self, first: int, until: int) -> tuple[Any, int]:
         """Return columns for the core with the rows of slots ``[first, until)``.
 
@@ -103,7 +108,7 @@ class ColumnReader:
         if self._source is not None:
             return self._source, first
         self._columns.refresh_addresses()
-        leaves = {path: self._columns[path][first:until] for path in self._bound.paths}
+        leaves = self._columns.parts(self._bound.paths, first, until)
         return self.copied(leaves, until - first), 0
 
     def copied(self, leaves: Mapping[Path, torch.Tensor], rows: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,16 @@ from replaykit.storages.records import PackedLeaves, RecordLayout, plan_records,
 from replaykit.storages.row_kernels import Frames, NativeRows, StepsAhead, StepsPlan
 from replaykit.structure import Path, assembler
 from replaykit.ted import format_key
-from replaykit.transfer import BatchMemory, to_device
+from replaykit.transfer import BatchMemory, put_on, to_device
+
+_CPU = torch.device("cpu")
+
+_MOST_PACKED = 2**24
+"""Bytes of the most rows that are written to a device as new records, which need as much memory."""
+
+_MOST_READ = 2**18
+"""Bytes of the most records that are read from a device for a part of their leaves. The time of
+smaller copies is mostly that of their start."""
 
 
 class ColumnMemory:
@@ -83,7 +92,7 @@ class ColumnMemory:
     def holds(self, values: torch.Tensor) -> bool:
         """Return whether the tensor storage of ``values`` overlaps the memory."""
         # This test is enough for many values, and ten times cheaper than the full test.
-        if values.data_ptr() >= self._to:
+        if values.data_ptr() >= self._to or values._is_zerotensor():
             return False
         memory = values.untyped_storage()
         return self._touches(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
@@ -211,6 +220,18 @@ class Columns:
         """Return the first ``stop`` slots of one leaf, as a view."""
         return self.tensors[path][:stop]
 
+    def parts(self, paths: Iterable[Path], first: int, until: int) -> dict[Path, torch.Tensor]:
+        """Return slots ``[first, until)`` of some leaves.
+
+        A device copies small leaves of few rows to the CPU, in one copy. Other parts are views.
+        """
+        found = {path: self.tensors[path][first:until] for path in paths}
+        layout = self.layout
+        records = None if self.records is None else self.records[first:until]
+        if layout is None or records is None or records.is_cpu or records.nbytes > _MOST_READ:
+            return found
+        return found | layout.views(records.cpu(), layout.offsets.keys() & found.keys())
+
     def nbytes(self) -> int:
         """Return the bytes of memory, or of files, that the rows take."""
         memory = {
@@ -335,6 +356,7 @@ class Columns:
         # All values are copied to separate memory before the first value is written. Errors are
         # raised here. Rows that are views of these columns are copied before a write changes them.
         sources = {path: picked(leaves[path], kept) for path in self.tensors}
+        block = None if self._native is not None else self._packed(sources)
         if any(source.device != self.device for source in sources.values()):
             sources = to_device(sources, self.device)  # in one copy
         sources = {path: self.own(source) for path, source in sources.items()}
@@ -343,12 +365,30 @@ class Columns:
             return
         runs = runs_of(slots)
         if runs is None:
-            slots = slots.to(self.device)
+            slots = put_on(slots, self.device)
+            block = None if block is None else put_on(block, self.device)
         try:
-            row_kernels.scatter(self, slots, runs, sources)
+            row_kernels.scatter(self, slots, runs, sources, block)
         except KeyboardInterrupt:
-            row_kernels.scatter(self, slots, runs, sources)
+            row_kernels.scatter(self, slots, runs, sources, block)
             raise
+
+    def _packed(self, sources: dict[Path, torch.Tensor]) -> torch.Tensor | None:
+        """Return records of the small leaves of few rows, and remove these leaves from ``sources``.
+
+        Records from the CPU are in pinned memory, so that a CUDA device copies them later. Return
+        None if there are no records, more rows, or leaves on several devices.
+        """
+        layout = self.layout
+        if layout is None or self.records is None:
+            return None
+        devices = {sources[path].device for path in layout.offsets}
+        count = len(sources[next(iter(layout.offsets))])
+        if len(devices) > 1 or count * self._cells * layout.stride > _MOST_PACKED:
+            return None
+        found = {path: sources.pop(path) for path in layout.offsets}
+        sends = devices == {_CPU} and self.device.type == "cuda"
+        return layout.pack(found, pinned=sends)
 
     def packed(self, stop: int) -> PackedLeaves | None:
         """Return the records of the first ``stop`` slots, as views; None without records."""

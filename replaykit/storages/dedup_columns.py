@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -273,6 +273,10 @@ class DedupColumns:
         for kind in (OBSERVATION, NEXT):
             found.update(self.table.shown(elements, kind, contiguous))
         return found
+
+    def parts(self, paths: Iterable[Path], first: int, until: int) -> dict[Path, torch.Tensor]:
+        """Return some slots of leaves that every row has, as ``Columns.parts`` does."""
+        return self.rows.parts(paths, first, until)
 
     def column(self, path: Path, stop: int) -> torch.Tensor:
         """Return the first ``stop`` slots of a leaf, copied if the leaf is in a pair."""

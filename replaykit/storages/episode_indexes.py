@@ -200,9 +200,9 @@ class EpisodeIndexes:
             for index in self._live():
                 index.append_rows(rows)
         else:
-            main.append(count)
+            main.append(rows)
             for index in tuple(self._others.values()) if self._has_others else ():
-                index.append(count)
+                index.append(rows)
         self.seen = number
 
     def placed(self, rows: Rows, slots: Array | range) -> None:

@@ -339,6 +339,7 @@ def scatter(
     slots: torch.Tensor,
     runs: Sequence[tuple[int, int, int]] | None,
     sources: Mapping[Path, torch.Tensor],
+    block: torch.Tensor | None = None,
 ) -> None:
     """Write leaves ``[K, *F]`` to distinct slots ``[K]`` of dimension 0.
 
@@ -347,15 +348,20 @@ def scatter(
         slots: the slots, which must be on the columns' device if ``runs`` is None.
         runs: the slots as runs, the result of ``runs_of``; or None.
         sources: the leaves by path.
+        block: records of all leaves that are not in ``sources``, uint8 ``[K, *lanes, stride]``. If
+            they are not on the columns' device, they are in pinned memory.
     """
-    for path, column in columns.tensors.items():
-        target, source = carried(column), sources[path]
+    pairs = [(carried(columns.tensors[path]), source) for path, source in sources.items()]
+    if block is not None:
+        assert columns.records is not None
+        pairs.append((columns.records, block))
+    for target, source in pairs:
         if runs is None:
             target[slots] = source
             continue
         for first, start, stop in runs:
             rows = source if len(runs) == 1 else source[start:stop]
-            target[first : first + stop - start].copy_(rows)
+            target[first : first + stop - start].copy_(rows, non_blocking=source is block)
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:

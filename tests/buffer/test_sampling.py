@@ -22,6 +22,7 @@ from replaykit import (
     TensorStorage,
 )
 from tests.buffer.building import KINDS, buffer_of, check_whole, rows, same
+from tests.support.accelerator import no_wait
 from tests.support.refusals import refuses
 
 
@@ -260,13 +261,8 @@ def test_samples_of_rows_on_a_device_do_not_wait_for_it(sampler: str, generator:
     done = torch.zeros(20, 1, dtype=torch.bool)
     buffer.extend(rows(20).set(("next", "done"), done))
     buffer.sample()  # makes what is kept for later samples
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         batches = [buffer.sample() for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(batch["id"], batch["index"]) for batch in batches)
 
 

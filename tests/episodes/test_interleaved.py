@@ -32,6 +32,8 @@ from replaykit.episodes import (
     Head,
     Needs,
 )
+from replaykit.episodes.streams import ColumnReader
+from replaykit.schema import Rows
 from replaykit.storages.indexing import unravel_index
 from tests.support.refusals import refuses
 
@@ -326,16 +328,25 @@ LAYOUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "behind"),
-    [*((name, False) for name in LAYOUTS), ("environments", True), ("trajectories", True)],
+    ("layout", "behind", "away"),
+    [
+        *((name, False, False) for name in LAYOUTS),
+        ("environments", True, False),
+        ("trajectories", True, False),
+        *((name, True, True) for name in LAYOUTS),
+    ],
 )
 def test_index_equals_a_scan_of_the_rows(
-    layout: str, behind: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    layout: str, behind: bool, away: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Writes of any size, flags, ids, cuts, edits, restarts and clears, in any order."""
     if behind:  # small writes are noted together also in small rings
         monkeypatch.setattr("replaykit.episodes.index._BEHIND", 4)
         monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
+        monkeypatch.setattr("replaykit.episodes.index._PARTS", 2)
+    if away:  # as on a device, to which some rows come from the CPU
+        monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
+        monkeypatch.setattr(Rows, "on_cpu", lambda self: len(self) % 3 == 1)
     monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
     kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load", "state"]
     rows, lanes = LAYOUTS[layout]

@@ -7,7 +7,6 @@ everywhere.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from replaykit import MinSegmentTree, SumSegmentTree
 from replaykit.priorities.tree_kernels import TorchKernel
+from tests.support.accelerator import no_wait
 
 F64 = torch.float64
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -41,13 +41,8 @@ def unwaited(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def tensors(device: str, *values: Any) -> list[torch.Tensor]:

@@ -9,11 +9,19 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyTensorStorage, ReplayBuffer, TensorStorage
+from replaykit import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    TensorStorage,
+)
 from replaykit.errors import SchemaError
+from replaykit.storages import columns as storage_columns
 from replaykit.storages import row_kernels
 from replaykit.storages.columns import Columns
 from replaykit.storages.memory import carried
+from tests.support.accelerator import no_wait
 from tests.support.refusals import refuses
 
 with warnings.catch_warnings():
@@ -235,32 +243,31 @@ def test_an_interrupt_is_passed_on_after_the_last_column(
     make_rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record is never left half old and half new (G4), not even by Ctrl-C."""
+
+    def rows(first: int, count: int) -> TensorDict:
+        wide = torch.arange(first, first + count)[:, None].expand(count, 100)
+        return make_rows(first, count).set("wide", wide)  # not in the records
+
     rb = ReplayBuffer(storage=LazyTensorStorage(4))
-    rb.extend(make_rows(0, 4))
+    rb.extend(rows(0, 4))
     whole = row_kernels.scatter
     calls: list[int] = []
 
-    class ThirdTime(dict[Any, Any]):
-        """Values of which the third that is asked for is Ctrl-C."""
-
-        asked = 0
-
-        def __getitem__(self, path: Any) -> Any:
-            self.asked += 1
-            if self.asked == 3:
-                raise KeyboardInterrupt
-            return super().__getitem__(path)
-
-    def interrupted(columns: Columns, slots: Any, runs: Any, sources: Any) -> None:
+    def interrupted(columns: Columns, slots: Any, runs: Any, sources: Any, block: Any) -> None:
         calls.append(1)
-        whole(columns, slots, runs, ThirdTime(sources) if len(calls) == 1 else sources)
+        if len(calls) == 1:
+            assert block is not None
+            whole(columns, slots, runs, sources)  # all columns but the records
+            raise KeyboardInterrupt
+        whole(columns, slots, runs, sources, block)
 
     # The core is not interrupted at all; torch is, between two columns.
     rb.storage.require()._native = None
     monkeypatch.setattr(row_kernels, "scatter", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        rb.extend(make_rows(7, 2))
+        rb.extend(rows(7, 2))
     assert len(calls) == 2
+    assert rb["wide"][:, 99].tolist() == [7, 8, 2, 3]
     assert rb["id"].tolist() == [7, 8, 2, 3]
     assert rb["observation"][:, 0].tolist() == [70.0, 80.0, 20.0, 30.0]
 
@@ -273,3 +280,57 @@ def test_rows_move_to_the_device_of_the_storage(make_rows: Any) -> None:
         rb.extend(make_rows(0, 3).to(other))
         assert rb.sample(2).device.type == home
         assert rb["id"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no second device on this machine")
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_write_does_not_wait_for_the_device(make_rows: Any, prioritized: bool) -> None:
+    sampler = PrioritizedSampler(10, 0.6, 0.4) if prioritized else RandomSampler()
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, device="cuda"), sampler=sampler)
+    rb.extend(make_rows(0, 3))
+    with no_wait():
+        rb.extend(make_rows(3, 4))
+        rb.add(make_rows(7, 1)[0])
+        rb.extend(make_rows(8, 5))  # around the end of the ring
+    assert rb["id"].tolist() == [10, 11, 12, *range(3, 10)]
+    expected = make_rows(3, 10)[[7, 8, 9, *range(7)]]
+    assert (rb[:].cpu() == expected).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("packed", [True, False])
+def test_torch_writes_values_of_all_kinds(
+    device: str, count: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lazy conjugates, negatives and zeros have other bytes than their values."""
+    if not packed:  # as if there were many rows
+        monkeypatch.setattr(storage_columns, "_MOST_PACKED", 0)
+    values = torch.arange(count * 6).view(count, 3, 2)
+    complexes = torch.complex(values[:, 0].float(), values[:, 1].float())
+    rows = {
+        "long": values,
+        "byte": values[:, 0].to(torch.uint8),
+        "number": values[:, 0, 0].double(),
+        "turned": values.transpose(1, 2).float(),
+        "conjugate": complexes.conj(),
+        "negative": complexes.conj().imag,
+        "zero": torch._efficientzerotensor((count, 2)),
+        "short": values.to(torch.uint16),
+        "empty": torch.zeros(count, 0),
+    }
+    plain = {key: leaf.clone().resolve_conj().resolve_neg() for key, leaf in rows.items()}
+    capacity = count + count // 2
+    rb = ReplayBuffer(storage=LazyTensorStorage(capacity, device=device))
+    rb.extend(TensorDict(plain, [count]))
+    rb.storage.require()._native = None  # type: ignore[union-attr]
+    rb.extend(TensorDict(rows, [count]))  # around the end of the ring
+    slots = (torch.arange(count) + count) % capacity
+    mixed = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    for at in (slots, slots[mixed]):
+        for key, leaf in plain.items():
+            stored = carried(rb.storage.require()[(key,)])[at.to(device)].cpu()
+            assert torch.equal(stored, carried(leaf)), key
+        leaves = {(key,): leaf for key, leaf in rows.items()}
+        rb.storage.require().scatter(slots[mixed], leaves, slice(None))
