@@ -1,8 +1,9 @@
-"""Rows on a CUDA device, and batches that are moved to one."""
+"""Rows on a CUDA device, writes to it, and batches that are moved to one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from benchmarks.rows import Leaves, make_images, make_transitions
 from benchmarks.setting import BATCH, Setting
 from benchmarks.works.prioritized import ALPHA, BETA, EPS
 from benchmarks.works.transitions import Sampling
+from benchmarks.works.writes import Writing
 from replaykit import LazyTensorStorage, ReplayBuffer, TensorDictPrioritizedReplayBuffer
 
 __all__ = ["asked", "run"]
@@ -29,6 +31,11 @@ def _titles(setting: Setting) -> list[str]:
         f"prioritized sample + update, {setting.rows:,} rows on cuda",
         "transitions from memory to cuda",
         "images from memory to cuda",
+        "add 1 from memory to cuda",
+        "extend 8 from memory to cuda",
+        "extend 64 from memory to cuda",
+        "extend 8 on cuda",
+        "extend 64 on cuda",
     ]
 
 
@@ -65,6 +72,12 @@ class OnCuda(Replaykit):
     def tell(self, batch: Any) -> tuple[torch.Tensor, Leaves]:
         return batch["index"].cpu(), {key: batch[key].cpu() for key in self.keys}
 
+    def writer(self, count: int) -> Callable[[Any], Any]:
+        return _waiting(super().writer(count))
+
+    def read(self, index: torch.Tensor) -> Leaves:
+        return {key: leaf.cpu() for key, leaf in super().read(index.to(DEVICE)).items()}
+
 
 class TorchRLOnCuda(OnCuda):
     """TorchRL's TensorDictReplayBuffer over its LazyTensorStorage on the device."""
@@ -77,6 +90,17 @@ class TorchRLOnCuda(OnCuda):
 
         storage = data.LazyTensorStorage(self.rows, device=DEVICE)
         return data.TensorDictReplayBuffer(storage=storage, batch_size=BATCH)
+
+
+class FromCuda(OnCuda):
+    """The rows that are written lie on the device, too."""
+
+    def block(self, leaves: Leaves) -> Any:
+        return super().block(leaves).to(DEVICE)
+
+
+class TorchRLFromCuda(FromCuda, TorchRLOnCuda):
+    """The same with TorchRL."""
 
 
 class RawOnCuda(RawTorch):
@@ -227,6 +251,10 @@ def run(setting: Setting) -> list[Line]:
         (Sampling, moved, transitions),
         (Sampling, moved, images),
     ]
+    into = ((OnCuda, "replaykit"), (TorchRLOnCuda, "TorchRL"))
+    within = ((FromCuda, "replaykit"), (TorchRLFromCuda, "TorchRL"))
+    for contenders, counts in ((into, (1, 8, 64)), (within, (8, 64))):
+        kinds += [(partial(Writing, count=count), contenders, transitions) for count in counts]
     lines = []
     for title, (work, contenders, leaves) in zip(_titles(setting), kinds, strict=True):
         subject, *others = (work(kind, name, leaves) for kind, name in contenders)
