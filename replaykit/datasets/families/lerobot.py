@@ -215,6 +215,11 @@ class LeRobotFrames:
             if said != count:
                 what = f"{name} is {said!r:.20}, the metadata of the episodes gives {count}"
                 self._judge.notes.add("V15", what, self._home, name=name)
+        start = str(of.info.get("data_path")).partition("{")[0]
+        for name in sorted(of.paths.keys() - set(of.data)):
+            if name.endswith(".parquet") and name.startswith(start) and name[:5] != "meta/":
+                where = Location(of.path(name), name)
+                self._judge.notes.add("V71", "the metadata lists no episode of this file", where)
 
     def location(self, position: int) -> Location:
         """Return the location of an episode in its Parquet file."""

@@ -513,6 +513,20 @@ def test_a_set_of_version_2_needs_chunks_and_listed_episodes(tmp_path: Path) -> 
         convert(tmp_path / "set", LEROBOT, tmp_path / "data")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_list_that_lost_episodes_is_never_repaired(version: str, tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [3, 2, 4], version=version, cameras=[], per_file=1)
+    lists = "meta/episodes.jsonl" if version == "v2.1" else EPISODES
+    path = tmp_path / "set" / lists
+    (edit_json if version == "v2.1" else edit_table)(path, lambda rows: rows.pop())
+    before = path.read_bytes()
+    with pytest.raises(CorpusError, match=r"02\.parquet: the metadata lists no episode.*\[V71\]"):
+        repair(tmp_path / "set")
+    assert path.read_bytes() == before
+    with pytest.warns(UserWarning, match=r"lists no episode of this file .*\[V71\]"):
+        assert len(convert(tmp_path / "set", LEROBOT, tmp_path / "data")) == 5
+
+
 def test_episodes_never_share_frames_of_a_video(tmp_path: Path) -> None:
     make_lerobot(tmp_path / "set", [5, 7, 6, 4])
     place = "videos/observation.images.top"
