@@ -22,11 +22,12 @@ import torch
 
 from replaykit.interrupts import deferred
 
-Piece = tuple[int, int]
+Piece = Any
+"""A description of a piece of work, which is not ``None``."""
 Job = Callable[[Piece], Any]
 """A function that processes a piece and returns a result, which is not ``None``.
 
-Function and result must be picklable.
+Function, piece and result must be picklable.
 """
 
 POLL: Final = 1.0

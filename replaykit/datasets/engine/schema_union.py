@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -17,54 +18,6 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Entry, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
 from replaykit.ted import Key
-
-
-def require_pairs(
-    fields: Sequence[Field],
-    leaves: Sequence[PlannedLeaf],
-    policies: Policies,
-    notes: RuleFindings,
-    location: Location,
-) -> None:
-    """Check that each state has a successor, and each successor a state (rule V12).
-
-    Without this check, rows could have a key only before or only after the step. If the policies
-    drop or pad missing keys, the unpaired key is kept and reported.
-
-    Args:
-        fields: the fields of the layout.
-        leaves: the leaves that become columns.
-        policies: the keys to store, and the treatment of missing keys.
-        notes: collects the finding.
-        location: the first episode.
-
-    Raises:
-        CorpusError: a state or a successor is missing.
-    """
-    groups = [entry for entry in fields if entry.is_group]
-    paths = [leaf.path for leaf in leaves]
-    for state in groups:
-        for successor in groups:
-            if state.before is None or successor.describes != "successor":
-                continue
-            if successor.after != ("next", *state.before):
-                continue
-            ours, theirs = _names(state, paths), _names(successor, paths)
-            for name in sorted(ours ^ theirs):
-                has, lacks = (state, successor) if name in ours else (successor, state)
-                above = state.before if lacks is state else successor.after
-                if above is None or not policies.keeps((*above, *name.split("/"))):
-                    continue
-                at = location.at(key=f"{lacks.name}{name}")
-                text = f"the key is missing, but {has.name}{name} is there"
-                if policies.missing not in ("drop", "pad"):
-                    raise at.error(text, "V12")
-                notes.add("V12", text, at, name=f"{has.name}{name}")
-
-
-def _names(entry: Field, paths: Sequence[str]) -> set[str]:
-    return {path.removeprefix(entry.name) for path in paths if path.startswith(entry.name)}
-
 
 _Use = tuple[str, int]
 """A dataset, and the position of a field that takes it.
@@ -316,7 +269,7 @@ class SchemaUnion:
         found = []
         for use in sorted(specs):
             path, entry = use[0], self.layout.fields[use[1]]
-            if path != _first_source(entry, path):
+            if not isinstance(entry.source, str) and path != entry.sources[0]:
                 continue
             why = None if self._is_required(entry) else self._why_left_out(use, specs[use])
             if why is not None:
@@ -378,7 +331,7 @@ class SchemaUnion:
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
         """Check that successors have the shape and dtype of the states (rule V10)."""
         first = next(iter(self._signatures.values())).first
-        require_pairs(self.layout.fields, leaves, self._policies, self._notes, first)
+        self._require_pairs([leaf.path for leaf in leaves], first)
         states = {target.key: leaf for leaf in leaves for target in leaf.targets}
         for leaf in leaves:
             for target in leaf.targets if leaf.is_successor else ():
@@ -389,6 +342,30 @@ class SchemaUnion:
                         f"has {list(state.shape)} and {state.stored}",
                         "V10",
                     )
+
+    def _require_pairs(self, paths: Sequence[str], location: Location) -> None:
+        """Check that each state has a successor, and each successor a state (rule V12).
+
+        Without this check, rows could have a key only before or only after the step. If the
+        policies drop or pad missing keys, the unpaired key is kept and reported.
+        """
+        groups = [entry for entry in self.layout.fields if entry.is_group]
+        for state, successor in product(groups, groups):
+            if state.before is None or successor.describes != "successor":
+                continue
+            if successor.after != ("next", *state.before):
+                continue
+            ours, theirs = _names(state, paths), _names(successor, paths)
+            for name in sorted(ours ^ theirs):
+                has, lacks = (state, successor) if name in ours else (successor, state)
+                above = state.before if lacks is state else ("next", *state.before)
+                if not self._policies.keeps((*above, *name.split("/"))):
+                    continue
+                at = location.at(key=f"{lacks.name}{name}")
+                text = f"the key is missing, but {has.name}{name} is there"
+                if self._policies.missing not in ("drop", "pad"):
+                    raise at.error(text, "V12")
+                self._notes.add("V12", text, at, name=f"{has.name}{name}")
 
     def _leaf(self, use: _Use, entry: Field, specs: Mapping[_Use, Spec]) -> PlannedLeaf:
         path, spec = use[0], specs[use]
@@ -472,8 +449,8 @@ class SchemaUnion:
         return unstorable(tuple(path.split("/")))
 
 
-def _first_source(entry: Field, path: str) -> str:
-    return path if isinstance(entry.source, str) else entry.sources[0]
+def _names(entry: Field, paths: Sequence[str]) -> set[str]:
+    return {path.removeprefix(entry.name) for path in paths if path.startswith(entry.name)}
 
 
 def _length(leaf: H5Leaf) -> str:
