@@ -49,6 +49,7 @@ class WrittenRows:
         report: entries of the report.
         bad: the reasons to leave out episodes, by position.
         attached: the files next to the columns, which are made when they are asked for.
+        finals: the columns that replace some of ``columns``; see `store_once`.
     """
 
     columns: dict[Key, ColumnOutput]
@@ -57,6 +58,7 @@ class WrittenRows:
     report: dict[str, Any] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
     attached: Iterable[AttachedFile] = ()
+    finals: dict[Key, ColumnOutput] = field(default_factory=dict)
 
 
 def write_files(
