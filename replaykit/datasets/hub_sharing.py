@@ -262,10 +262,9 @@ def members(directory: Path, manifest: Manifest) -> Iterator[str]:
 
     Locks, parts and other files in the directory are not part of the data set.
     """
-    names = [name for name, _, _ in manifest.files()]
     yield MANIFEST_NAME
-    yield from names
-    for folder in sorted({str(parent) for name in names for parent in PurePosixPath(name).parents}):
+    yield from (name for name, _, _ in manifest.files())
+    for folder in sorted(map(str, manifest.folders())):
         name = str(PurePosixPath(folder, _META_NAME))
         if directory.joinpath(name).is_file():
             yield name
@@ -326,8 +325,7 @@ def _named(text: bytes) -> set[str]:
     except ValueError:
         return set()
     names = {name for name, _, _ in manifest.files()}
-    folders = {parent for name in names for parent in PurePosixPath(name).parents}
-    return names | {str(folder / _META_NAME) for folder in folders}
+    return names | {str(folder / _META_NAME) for folder in manifest.folders()}
 
 
 _REVISIONS: Final = ".revisions"
