@@ -33,10 +33,9 @@ from replaykit.datasets.engine.conversion_report import (
 )
 from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.locations import RuleFindings
-from replaykit.datasets.engine.plan import H5Plan, Plan, column_specs
+from replaykit.datasets.engine.plan import Excluded, H5Plan, Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.resuming import (
-    Excluded,
     FilePart,
     ImagesPart,
     Unfinished,
