@@ -31,6 +31,7 @@ from replaykit.datasets.hub_files import (
 )
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.datasets.publishing import (
+    META,
     ensure_published,
     hold_back,
     open_published,
@@ -157,7 +158,6 @@ Converted by the rules `{manifest.converter.get("name")}`, version \
 
 FORMAT_TAG: Final = f"replaykit-format-{FORMAT_VERSION}"
 """The tag of the newest commit that this version of the package can read."""
-_META_NAME: Final = "meta.json"
 
 
 def push(
@@ -265,7 +265,7 @@ def members(directory: Path, manifest: Manifest) -> Iterator[str]:
     yield MANIFEST_NAME
     yield from (name for name, _, _ in manifest.files())
     for folder in sorted(map(str, manifest.folders())):
-        name = str(PurePosixPath(folder, _META_NAME))
+        name = str(PurePosixPath(folder, META))
         if directory.joinpath(name).is_file():
             yield name
 
@@ -325,7 +325,7 @@ def _named(text: bytes) -> set[str]:
     except ValueError:
         return set()
     names = {name for name, _, _ in manifest.files()}
-    return names | {str(folder / _META_NAME) for folder in manifest.folders()}
+    return names | {str(folder / META) for folder in manifest.folders()}
 
 
 _REVISIONS: Final = ".revisions"
@@ -426,8 +426,8 @@ def _receive(
             "this version can read"
         ) from error
     checksums = {name: (size, crc32) for name, size, crc32 in manifest.files()}
-    descriptions = {name for name in known if name.rpartition("/")[2] == _META_NAME}
-    missing = sorted(({*checksums, _META_NAME}) - known.keys())
+    descriptions = {name for name in known if name.rpartition("/")[2] == META}
+    missing = sorted(({*checksums, META}) - known.keys())
     if missing:
         raise _broken(listing, f"has no {', '.join(missing)}, which its {MANIFEST_NAME} names")
     files = tuple(known[name] for name in sorted({*checksums, *descriptions}))

@@ -100,7 +100,7 @@ class SchemaUnion:
             CorpusError: a leaf breaks one of the rules V10 to V12.
         """
         for entry in self.layout.fields:
-            if entry.required and not self._is_without(entry):
+            if entry.required and not any(map(self._why_without, entry.sources)):
                 self._require(entry, leaves, location)
         clock = leaves.get(self.layout.clock)
         if clock is None:
@@ -252,14 +252,20 @@ class SchemaUnion:
 
     # -- all of them ----------------------------------------------------------------------------
 
+    @property
+    def _first(self) -> Location:
+        """The location of the first episode."""
+        return next(iter(self._signatures.values())).first
+
     def leaves(self) -> tuple[list[PlannedLeaf], list[Entry]]:
         """Return the leaves that become columns, and the leaves that are left out.
 
         Raises:
             CorpusError: successors have another shape or dtype than the states.
         """
+        foreign = f"it is no part of the layout {self.layout.name!r}"
         left_out = [
-            {"key": path, "why": self._why_foreign(path, location)}
+            {"key": path, "why": self._why_without(path) or f"{foreign} (in {location.brief})"}
             for path, location in sorted(self._foreign.items())
         ]
         specs: dict[_Use, Spec] = {}
@@ -306,8 +312,7 @@ class SchemaUnion:
                 f"{listed} left out by the policies, so that it is unverified whether steps arrive "
                 "at the states that the next ones start from"
             )
-            first = next(iter(self._signatures.values())).first
-            self._notes.add("V22", text, first.at(key=next(iter(left_out.values()))))
+            self._notes.add("V22", text, self._first.at(key=next(iter(left_out.values()))))
 
     def check_policies(self, always: Iterable[Key]) -> None:
         """Check that policies name existing keys. ``always`` has the keys without a leaf.
@@ -330,20 +335,19 @@ class SchemaUnion:
 
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
         """Check that successors have the shape and dtype of the states (rule V10)."""
-        first = next(iter(self._signatures.values())).first
-        self._require_pairs([leaf.path for leaf in leaves], first)
+        self._require_pairs([leaf.path for leaf in leaves])
         states = {target.key: leaf for leaf in leaves for target in leaf.targets}
         for leaf in leaves:
             for target in leaf.targets if leaf.is_successor else ():
                 state = states.get(target.key[1:], leaf)
                 if (state.shape, state.stored) != (leaf.shape, leaf.stored):
-                    raise first.at(key=leaf.path).error(
+                    raise self._first.at(key=leaf.path).error(
                         f"has shape {list(leaf.shape)} and dtype {leaf.stored}, but {state.path} "
                         f"has {list(state.shape)} and {state.stored}",
                         "V10",
                     )
 
-    def _require_pairs(self, paths: Sequence[str], location: Location) -> None:
+    def _require_pairs(self, paths: Sequence[str]) -> None:
         """Check that each state has a successor, and each successor a state (rule V12).
 
         Without this check, rows could have a key only before or only after the step. If the
@@ -361,7 +365,7 @@ class SchemaUnion:
                 above = state.before if lacks is state else ("next", *state.before)
                 if not self._policies.keeps((*above, *name.split("/"))):
                     continue
-                at = location.at(key=f"{lacks.name}{name}")
+                at = self._first.at(key=f"{lacks.name}{name}")
                 text = f"the key is missing, but {has.name}{name} is there"
                 if self._policies.missing not in ("drop", "pad"):
                     raise at.error(text, "V12")
@@ -370,9 +374,8 @@ class SchemaUnion:
     def _leaf(self, use: _Use, entry: Field, specs: Mapping[_Use, Spec]) -> PlannedLeaf:
         path, spec = use[0], specs[use]
         if spec.dtype.name in _NARROW and not entry.is_end:
-            first = next(iter(self._signatures.values())).first
             text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
-            self._notes.add("V14", text, first, name=path)
+            self._notes.add("V14", text, self._first, name=path)
         paths: tuple[str, ...] = (path,)
         name = path
         if not isinstance(entry.source, str):
@@ -406,18 +409,11 @@ class SchemaUnion:
         fits = found is not None and all(len(side) in (1, math.prod(shape)) for side in found)
         return found if fits else None
 
-    def _is_without(self, entry: Field) -> bool:
-        return any(self._why_without(path) for path in entry.sources)
-
     def _why_without(self, path: str) -> str | None:
         for source, why in self._without.items():
             if path.startswith(source) if source.endswith("/") else path == source:
                 return why
         return None
-
-    def _why_foreign(self, path: str, location: Location) -> str:
-        default = f"it is no part of the layout {self.layout.name!r} (in {location.brief})"
-        return self._why_without(path) or default
 
     def _why_left_out(self, use: _Use, spec: Spec) -> str | None:
         """Return why an optional leaf is left out, or ``None`` if it is kept."""
