@@ -459,8 +459,7 @@ def publish(
             raise RuntimeError(
                 f"{target} was not made: the written files do not match its manifest [V61]"
             ) from error
-        check_own(target)
-        replace_path(directory, target)
+        _put(directory, target)
     return replace(made, path=target)
 
 
@@ -528,6 +527,12 @@ def _private_directory(
 
 def _is_unfinished(directory: Path) -> bool:
     return (directory / UNFINISHED_NAME).is_file()
+
+
+def _put(directory: Path, target: Path) -> None:
+    """Move a complete directory to the target, which may hold a data set."""
+    check_own(target)
+    replace_path(directory, target)
 
 
 def replace_path(draft: Path, target: Path) -> None:
