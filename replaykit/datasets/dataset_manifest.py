@@ -233,6 +233,10 @@ class Manifest:
         for file in (self.group_file, *self.attached):
             yield file.file, file.nbytes, file.crc32
 
+    def folders(self) -> set[PurePosixPath]:
+        """Return the folders of all files, with ``.`` for that of the data set."""
+        return {each for name, _, _ in self.files() for each in PurePosixPath(name).parents}
+
     def content_id(self) -> str:
         """Return a digest of the manifest without ``made``.
 

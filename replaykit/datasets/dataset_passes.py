@@ -53,8 +53,8 @@ from replaykit.filesystem import (
 from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.row_files import map_file
-from replaykit.structure import Leaf, build, flatten
 from replaykit.structure import Path as LeafPath
+from replaykit.structure import build, flatten
 from replaykit.ted import Key, format_key
 
 MASK_KEY: Final[Key] = ("mask",)
@@ -284,7 +284,7 @@ def preprocess_rows(
     target = Path(os.path.realpath(dest))
     _check_target(target)
     seed = _seed(generator)
-    first = _probe(source, fn, seed)
+    first, schema = _probe(source, fn, seed)
 
     def results(job: _Job, stack: ExitStack) -> Iterator[int]:
         pieces = source.pieces(step)
@@ -308,8 +308,8 @@ def preprocess_rows(
         _check_target(target)  # another process may have filled it before this one got the lock
         draft = private_path(target, "tmp")
         try:
-            files = _make_columns(draft, first, source.rows)
-            job = _Job(source, _Portable(fn), draft, files, first.schema, seed)
+            files = _make_columns(draft, first, schema, source.rows)
+            job = _Job(source, _Portable(fn), draft, files, schema, seed)
             with ExitStack() as stack:
                 _report_progress(results(job, stack), source.rows, pbar)
             sync_tree(draft)
@@ -317,12 +317,9 @@ def preprocess_rows(
             sync_directory(target.parent)
         finally:
             remove_tree(draft)
-        leaves = {
-            path: map_file(target / name, *first.column(path, source.rows))
-            for path, name in files.items()
-        }
+        leaves = job.columns(target)
     batch = torch.Size([source.rows])
-    return TensorStorage(build(first.schema.root, leaves, batch, torch.device("cpu")))
+    return TensorStorage(build(schema.root, leaves, batch, torch.device("cpu")))
 
 
 @dataclass(frozen=True)
@@ -369,18 +366,6 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _First:
-    """The result of the first row, which sets the layout of all results."""
-
-    value: Any
-    schema: Schema
-
-    def column(self, path: LeafPath, rows: int) -> tuple[torch.Size, torch.dtype]:
-        leaf: Leaf = self.schema.leaves[path]
-        return torch.Size([rows, *leaf.shape]), leaf.dtype
-
-
-@dataclass(frozen=True)
 class _Job:
     """The job of a worker. Its pickle is small if the storage is mapped."""
 
@@ -391,17 +376,21 @@ class _Job:
     schema: Schema
     seed: int
 
-    def run(self, piece: tuple[int, int]) -> int:
-        """Map rows ``[start, stop)``, write the results, and return the number of rows."""
-        start, stop = piece
-        columns = {
+    def columns(self, directory: Path) -> dict[LeafPath, torch.Tensor]:
+        """Map the columns of all results, which are in a directory."""
+        return {
             path: map_file(
-                self.directory / name,
+                directory / name,
                 torch.Size([self.source.rows, *self.schema.leaves[path].shape]),
                 self.schema.leaves[path].dtype,
             )
             for path, name in self.files.items()
         }
+
+    def run(self, piece: tuple[int, int]) -> int:
+        """Map rows ``[start, stop)``, write the results, and return the number of rows."""
+        start, stop = piece
+        columns = self.columns(self.directory)
         with torch.random.fork_rng(devices=[]):  # the process may be the caller's or a pool's
             for row, data in enumerate(self.source.copies(start, stop), start):
                 _seed_row(self.seed, row)
@@ -467,7 +456,8 @@ def _piece_rows(
     return min(most, math.ceil(source.rows / max(1, workers)))
 
 
-def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> _First:
+def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> tuple[Any, Schema]:
+    """Return the result of the first row, and its layout, which all results must have."""
     with torch.random.fork_rng(devices=[]):
         _seed_row(seed, 0)
         value = fn(next(source.copies(0, 1)))
@@ -478,31 +468,29 @@ def _probe(source: _Source, fn: Callable[[Any], Any], seed: int) -> _First:
     root, leaves = flatten(value, 0)
     if not leaves:
         raise ValueError("expected fn to return at least one tensor, got none")
-    return _First(value, Schema(root))
+    return value, Schema(root)
 
 
-def _make_columns(directory: Path, first: _First, rows: int) -> dict[LeafPath, str]:
+def _make_columns(directory: Path, first: Any, schema: Schema, rows: int) -> dict[LeafPath, str]:
     """Create empty columns for ``TensorDict.load_memmap``, and return their file names."""
-    total = rows * first.schema.row_bytes()
-    largest = max(
-        math.prod(first.column(p, rows)[0]) * first.column(p, rows)[1].itemsize
-        for p in first.schema.leaves
-    )
-    require_room(directory, total, largest)
+    sizes = {
+        path: rows * leaf.shape.numel() * leaf.dtype.itemsize
+        for path, leaf in schema.leaves.items()
+    }
+    total = sum(sizes.values())
+    require_room(directory, total, max(sizes.values()))
     directory.mkdir()
-    if isinstance(first.value, torch.Tensor):
+    if isinstance(first, torch.Tensor):
         names = {(): "data.memmap"}
         (directory / names[()]).touch()
     else:
         with disk_errors(directory, total):
-            stored = first.value.expand(rows, *first.value.batch_size).memmap_like(directory)
+            stored = first.expand(rows, *first.batch_size).memmap_like(directory)
         names = {
-            path: str(Path(_leaf(stored, path).filename).relative_to(directory))
-            for path in first.schema.leaves
+            path: str(Path(_leaf(stored, path).filename).relative_to(directory)) for path in sizes
         }
     for path, name in names.items():
-        shape, dtype = first.column(path, rows)
-        reserve(directory / name, shape.numel() * dtype.itemsize)
+        reserve(directory / name, sizes[path])
     return names
 
 

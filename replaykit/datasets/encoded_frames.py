@@ -207,10 +207,9 @@ class FrameFiles:
 
     def read_videos(self, references: Array, out: Array) -> None:
         """Decode frames ``[n, 3]`` into ``out [n, H, W, C]``. References must be sorted."""
-        files, starts = np.unique(references[:, 0], return_index=True)
-        for file, start, stop in zip(files, starts, [*starts[1:], len(references)], strict=True):
-            with self._video(int(file) - 1) as video:
-                video.read(references[start:stop, 1].tolist(), out[start:stop])
+        for file, rows in _by_file(references):
+            with self._video(file) as video:
+                video.read(references[rows, 1].tolist(), out[rows])
 
     @contextmanager
     def _video(self, file: int) -> Iterator[_Video]:
@@ -238,14 +237,21 @@ class FrameFiles:
 
     def read_images(self, references: Array, out: Array) -> None:
         """Decode images ``[n, 3]`` into ``out [n, H, W, C]``. References must be sorted."""
-        files, starts = np.unique(references[:, 0], return_index=True)
-        for file, start, stop in zip(files, starts, [*starts[1:], len(references)], strict=True):
-            path = self.paths[int(file) - 1]
-            with open(path, "rb") as stored:
-                for at in range(start, stop):
-                    _, offset, size = references[at].tolist()
+        for file, rows in _by_file(references):
+            with open(self.paths[file], "rb") as stored:
+                for (_, offset, size), pixels in zip(
+                    references[rows].tolist(), out[rows], strict=True
+                ):
                     encoded = os.pread(stored.fileno(), size, offset)
-                    decode_image(encoded, out[at], f"{path}, byte {offset}")
+                    decode_image(encoded, pixels, f"{self.paths[file]}, byte {offset}")
+
+
+def _by_file(references: Array) -> Iterator[tuple[int, slice]]:
+    """Yield the position of each file of sorted references, and its rows of them."""
+    files, starts = np.unique(references[:, 0], return_index=True)
+    stops = [*starts[1:], len(references)]
+    for file, start, stop in zip(files.tolist(), starts, stops, strict=True):
+        yield file - 1, slice(start, stop)
 
 
 def image_module() -> Any:

@@ -22,7 +22,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from replaykit._version import __version__
 from replaykit.datasets.engine.h5_checks import check_signature
-from replaykit.datasets.sources import require_room_for_columns, sha256_of
+from replaykit.datasets.sources import SUFFIXES, require_room_for_columns, sha256_of
 from replaykit.datasets.transfers import (
     BUSY,
     Cancelled,
@@ -115,7 +115,6 @@ def _cause(error: Exception) -> Exception:
 
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-_H5_SUFFIXES: Final = (".h5", ".hdf5", ".hdf")
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class DownloadCache:
         part, entry = self.part(file), self.entry(file)
         problem = difference(part, file.size, file.sha256)
         if problem is None and file.sha256 is None:
-            if entry.suffix.lower() in _H5_SUFFIXES:
+            if entry.suffix.lower() in SUFFIXES:
                 try:
                     check_signature(part)
                 except CorpusError as error:

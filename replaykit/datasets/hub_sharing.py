@@ -31,6 +31,7 @@ from replaykit.datasets.hub_files import (
 )
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.datasets.publishing import (
+    META,
     ensure_published,
     hold_back,
     open_published,
@@ -157,7 +158,6 @@ Converted by the rules `{manifest.converter.get("name")}`, version \
 
 FORMAT_TAG: Final = f"replaykit-format-{FORMAT_VERSION}"
 """The tag of the newest commit that this version of the package can read."""
-_META_NAME: Final = "meta.json"
 
 
 def push(
@@ -262,11 +262,10 @@ def members(directory: Path, manifest: Manifest) -> Iterator[str]:
 
     Locks, parts and other files in the directory are not part of the data set.
     """
-    names = [name for name, _, _ in manifest.files()]
     yield MANIFEST_NAME
-    yield from names
-    for folder in sorted({str(parent) for name in names for parent in PurePosixPath(name).parents}):
-        name = str(PurePosixPath(folder, _META_NAME))
+    yield from (name for name, _, _ in manifest.files())
+    for folder in sorted(map(str, manifest.folders())):
+        name = str(PurePosixPath(folder, META))
         if directory.joinpath(name).is_file():
             yield name
 
@@ -326,8 +325,7 @@ def _named(text: bytes) -> set[str]:
     except ValueError:
         return set()
     names = {name for name, _, _ in manifest.files()}
-    folders = {parent for name in names for parent in PurePosixPath(name).parents}
-    return names | {str(folder / _META_NAME) for folder in folders}
+    return names | {str(folder / META) for folder in manifest.folders()}
 
 
 _REVISIONS: Final = ".revisions"
@@ -428,8 +426,8 @@ def _receive(
             "this version can read"
         ) from error
     checksums = {name: (size, crc32) for name, size, crc32 in manifest.files()}
-    descriptions = {name for name in known if name.rpartition("/")[2] == _META_NAME}
-    missing = sorted(({*checksums, _META_NAME}) - known.keys())
+    descriptions = {name for name in known if name.rpartition("/")[2] == META}
+    missing = sorted(({*checksums, META}) - known.keys())
     if missing:
         raise _broken(listing, f"has no {', '.join(missing)}, which its {MANIFEST_NAME} names")
     files = tuple(known[name] for name in sorted({*checksums, *descriptions}))

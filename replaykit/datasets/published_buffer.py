@@ -20,7 +20,12 @@ from replaykit.buffer.components import SamplerT
 from replaykit.datasets.column_statistics import column_statistics
 from replaykit.datasets.dataset_passes import preprocess_rows
 from replaykit.datasets.encoded_frames import EncodedFrames
-from replaykit.datasets.publishing import Published, open_directory, open_published
+from replaykit.datasets.publishing import (
+    Published,
+    nested_columns,
+    open_directory,
+    open_published,
+)
 from replaykit.schema import Schema, split_leaves
 from replaykit.storages import Storage, TensorStorage
 from replaykit.storages.columns import Columns, ScatteredColumns, grow_in_memory
@@ -177,9 +182,8 @@ def _following(
         at = slice(first, last + 1) if is_run else episodes
         finals = {key: value[at] for key, value in finals.items()}
     leaves = {**published.columns, **{key: published.columns[key[1:]] for key in finals}}
-    pairs = pairs_of(
-        Schema(split_leaves(_together(leaves), 1).root), tuple(key[1:] for key in finals)
-    )
+    data = nested_columns(leaves, published.batch_size)
+    pairs = pairs_of(Schema(split_leaves(data, 1).root), tuple(key[1:] for key in finals))
     if isinstance(stored, ScatteredColumns):
         rows = stored.part(list(pairs.stored.leaves))
     else:
@@ -191,14 +195,6 @@ def _following(
     references = References(rows.slots, 1, (last,), len(last))
     found.table.adopt_later([references], Columns(pairs.overflow, finals, 1), rows.slots)
     return found
-
-
-def _together(columns: Mapping[KeyPath, torch.Tensor]) -> TensorDict:
-    """Return columns as one TensorDict, whose batch size is their first dimension."""
-    data = TensorDict({}, batch_size=[len(next(iter(columns.values())))])
-    for key, value in columns.items():
-        data.set(key, value)
-    return data
 
 
 class MappedStorage(TensorStorage):
@@ -215,9 +211,7 @@ class MappedStorage(TensorStorage):
     """
 
     def __init__(self, published: Published, episodes: torch.Tensor | None = None) -> None:
-        data = TensorDict({}, batch_size=published.batch_size)
-        for key, value in published.columns.items():
-            data.set(key, value)
+        data = nested_columns(published.columns, published.batch_size)
         starts, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([published.rows])
         if episodes is not None:
             starts, lengths = rows_of(published, episodes)

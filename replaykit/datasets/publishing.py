@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -131,9 +131,7 @@ class Published:
         Stored columns are not copied, so the result contains the tensors of `columns`. Columns that
         are not stored are built in memory.
         """
-        data = TensorDict({}, batch_size=self.batch_size)
-        for key, value in self.columns.items():
-            data.set(key, value)
+        data = nested_columns(self.columns, self.batch_size)
         for key in self.finals:
             data.set(key, self.following(key, 0, self.rows))
         return data
@@ -153,6 +151,14 @@ class Published:
     def groups(self) -> list[str]:
         """Return the name of each episode's source group. Each call costs O(E)."""
         return read_groups(self.path / self.manifest.group_file.file)
+
+
+def nested_columns(columns: Mapping[Key, torch.Tensor], batch: torch.Size) -> TensorDict:
+    """Return columns as a TensorDict with nested TensorDicts, without a copy."""
+    data = TensorDict({}, batch_size=batch)
+    for key, value in columns.items():
+        data.set(key, value)
+    return data
 
 
 def open_directory(path: Path) -> Published:
@@ -224,8 +230,7 @@ def _open_at(directory: int, path: Path) -> Published:
 
 def _check_folders(directory: int, manifest: Manifest) -> None:
     """Check that no folder of the data set, and no ``meta.json``, is a link."""
-    names = (PurePosixPath(name) for name, _, _ in manifest.files())
-    for folder in {parent for name in names for parent in name.parents}:
+    for folder in manifest.folders():
         for each in (folder, folder / META):
             try:
                 found = os.stat(each, dir_fd=directory, follow_symlinks=False)

@@ -75,7 +75,6 @@ class Sources:
         cls,
         paths: Iterable[str | Path],
         *,
-        origin: Mapping[str, Any] | None = None,
         natural: bool = False,
         threads: int = 1,
         checked: bool = True,
@@ -107,7 +106,7 @@ class Sources:
             SourceFile(path, name, path.stat().st_size, sha256)
             for (path, name), sha256 in zip(named, digests, strict=True)
         ]
-        return cls(tuple(files), {"kind": "local"} if origin is None else origin, natural)
+        return cls(tuple(files), {"kind": "local"}, natural)
 
     def check(self) -> None:
         """Check that files are given, and that no size has changed (rules V02, V05).

@@ -22,11 +22,12 @@ import torch
 
 from replaykit.interrupts import deferred
 
-Piece = tuple[int, int]
+Piece = Any
+"""A description of a piece of work, which is not ``None``."""
 Job = Callable[[Piece], Any]
 """A function that processes a piece and returns a result, which is not ``None``.
 
-Function and result must be picklable.
+Function, piece and result must be picklable.
 """
 
 POLL: Final = 1.0
@@ -82,29 +83,6 @@ class Worker:
         """Return the error for the death of this worker."""
         self.process.join(GRACE)
         return death_of(self.process.exitcode)
-
-
-def start_worker(context: Any, job: Job, threads: int) -> Worker:
-    """Start a worker process, which ends when the calling thread ends."""
-    ours, theirs = context.Pipe()
-    # A process that is forked later has a copy of `ours`. So the end of the parent does not close
-    # the pipe, and a worker must notice it in another way.
-    direct = context.get_start_method() != "forkserver"
-    process = context.Process(target=_main, args=(theirs, job, threads, os.getpid(), direct))
-    with theirs:
-        process.start()
-    return Worker(process, ours)
-
-
-def end_workers(workers: Sequence[Worker]) -> None:
-    """Kill workers, and wait until they have ended."""
-    # SIGKILL is used because SIGTERM might run a handler of the parent. Finished work is already
-    # in the files. A worker that has ended is not affected.
-    for worker in workers:
-        worker.process.kill()
-    for worker in workers:
-        worker.process.join(GRACE)
-        worker.connection.close()
 
 
 def heard(group: Sequence[Worker]) -> list[Worker]:
@@ -329,20 +307,37 @@ class WorkerPool:
         return self
 
     def _start(self) -> Worker:
+        """Start a worker process, which ends when the calling thread ends."""
+        # A process that is forked later has a copy of `ours`. So the end of the parent does not
+        # close the pipe, and a worker must notice it in another way.
+        direct = self._context.get_start_method() != "forkserver"
         # Hooks around a fork discard a KeyboardInterrupt, so an interrupt would be lost.
         with deferred:
-            worker = start_worker(self._context, self._job, self._threads)
+            ours, theirs = self._context.Pipe()
+            given = (theirs, self._job, self._threads, os.getpid(), direct)
+            process = self._context.Process(target=_main, args=given)
+            with theirs:
+                process.start()
+            worker = Worker(process, ours)
             self._workers.append(worker)
         self._working.append(worker)
         return worker
 
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
-        for worker in self._workers:
-            worker.process.kill()
+        self._kill_workers()
         if self._listener is not None and self._listener.ident is not None:
             self._listener.join()
-        end_workers(self._workers)
+        self._kill_workers()  # the listener may have replaced some
+        for worker in self._workers:
+            worker.process.join(GRACE)
+            worker.connection.close()
+
+    def _kill_workers(self) -> None:
+        # SIGKILL is used because SIGTERM might run a handler of the parent. Finished work is
+        # already in the files. A worker that has ended is not affected.
+        for worker in self._workers:
+            worker.process.kill()
 
     def take(self, piece: Piece | None = None) -> Piece | None:
         """Return the next piece, or a given piece, for the caller to process.

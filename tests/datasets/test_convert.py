@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -162,7 +163,7 @@ def test_block_size_does_not_change_the_result(tmp_path, block_bytes, chunks):
 
 def test_manifest_describes_the_files(tmp_path):
     path = write(tmp_path / "seed7" / "a.h5", make_trial(5))
-    sources = Sources.local([path], origin={"kind": "hub", "commit": "c" * 40})
+    sources = replace(Sources.local([path]), origin={"kind": "hub", "commit": "c" * 40})
     convert(tmp_path / "data", get_sources=lambda: sources, identity={"dataset_id": "x"})
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert (manifest["format"], manifest["format_version"]) == ("replaykit-dataset", 1)

@@ -26,7 +26,6 @@ from replaykit.datasets.column_files import (
 )
 from replaykit.datasets.dataset_manifest import MANIFEST_NAME, Array, Manifest, provenance
 from replaykit.datasets.engine.conversion_report import (
-    Converted,
     duplicates,
     make_report,
     summary,
@@ -34,10 +33,9 @@ from replaykit.datasets.engine.conversion_report import (
 )
 from replaykit.datasets.engine.layout import DropLeaves, Layout
 from replaykit.datasets.engine.locations import RuleFindings
-from replaykit.datasets.engine.plan import H5Plan, Plan, column_specs
+from replaykit.datasets.engine.plan import Excluded, H5Plan, Plan, column_specs
 from replaykit.datasets.engine.policies import Policies
 from replaykit.datasets.engine.resuming import (
-    Excluded,
     FilePart,
     ImagesPart,
     Unfinished,
@@ -177,31 +175,31 @@ def ensure_dataset(
         before = stamps_of(named_files, layout)
         said = {"options": options.to_json(), "identity": named}
         digest = conversion_digest(sources, layout, said, before)
-        made = _convert(directory, sources, layout, options, digest, progress)
+        plan, written, notes = _convert(directory, sources, layout, options, digest, progress)
         if stamps_of(named_files, layout) != before:
             raise CorpusError(
                 "a source file changed while it was converted; convert it again [V02]"
             )
-        episode_arrays, group_file = write_episode_table(directory, made.table, made.names)
-        text = summary(made.report, made.notes)
+        names = plan.episodes.names()
+        episode_arrays, group_file = write_episode_table(directory, written.table, names)
+        text = summary(written.report, notes)
         if text is not None:
             if options.policies.strict:
-                raise CorpusError(f"{made.file}: refused, since policies are strict: {text}")
+                raise CorpusError(f"{plan.first.file}: refused, since policies are strict: {text}")
             warning_texts.append(text)
-        rows = int(made.table["length"].sum())
         return Manifest(
-            rows=rows,
-            batch=(rows,),
-            episodes=len(made.table["length"]),
-            arrays=made.arrays,
-            finals=made.finals,
-            attached=made.attached,
+            rows=plan.rows,
+            batch=(plan.rows,),
+            episodes=len(plan.episodes),
+            arrays=_arrays(directory, plan, written.columns, written),
+            finals=_arrays(directory, plan, written.finals, written),
+            attached=tuple(written.attached),
             episode_arrays=episode_arrays,
             group_file=group_file,
             converter={"name": layout.name, "version": layout.version},
             identity=named,
             source=sources.to_json(),
-            report=made.report,
+            report=written.report,
             options=options.to_json(),
             made={**provenance(), "source_stamps": before},
         )
@@ -278,8 +276,8 @@ def _convert(
     options: ConvertOptions,
     digest: str,
     progress: bool | None,
-) -> Converted:
-    """Fill a directory with the columns of files."""
+) -> tuple[Plan, WrittenRows, RuleFindings]:
+    """Fill a directory with the columns of files; return their plan, the rows and findings."""
     policies = options.policies
     plan_rows, write_rows, unfinished = _steps(directory, sources, layout, options, digest)
     # The fields and episodes that an interrupted conversion had to leave out.
@@ -325,27 +323,19 @@ def _convert(
         if isinstance(plan, H5Plan):  # the attached files of tables are written again
             kept = np.delete(np.arange(len(plan.episodes)), list(bad))
             made = _Made(plan, kept, written, found)
-    columns = written.columns
-    removed = condense(directory, plan, columns, policies, notes)
-    lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
-    finals = store_once(directory, lasts, columns) if policies.repeated == "once" else {}
+    removed = condense(directory, plan, written.columns, policies, notes)
+    if policies.repeated == "once":
+        lasts = plan.episodes.column("start") + plan.episodes.column("rows") - 1
+        written.finals = store_once(directory, lasts, written.columns)
     copies = duplicates(written.table["digest"]) if plan.detects_copies else ()
-    report = {
+    written.report = {
         **make_report(plan, notes, copies),
         "removed": removed,
         "splits": dict(plan.splits),
         **written.report,
     }
-    return Converted(
-        plan.first.file,
-        _arrays(directory, plan, columns, written),
-        _arrays(directory, plan, finals, written),
-        written.table,
-        plan.episodes.names(),
-        report,
-        notes,
-        tuple(written.attached),
-    )
+    written.attached = tuple(written.attached)
+    return plan, written, notes
 
 
 def _columns(

@@ -6,14 +6,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from replaykit.datasets.dataset_manifest import Array, AttachedFile
 from replaykit.datasets.engine.locations import WHOLE_FILE, RuleFinding, RuleFindings
 from replaykit.datasets.engine.plan import Plan
 
@@ -27,29 +24,6 @@ _VARYING: Final = re.compile(
     r"|(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?!\w)"
 )
 """The parts that differ between texts of one kind: locations, shapes and numbers."""
-
-
-@dataclass
-class Converted:
-    """The written columns of a data set, from which its manifest is made.
-
-    Attributes:
-        file: the first source file, for messages.
-        arrays, finals, attached: as in `Manifest`.
-        table: the episode table; see `write_episode_table`.
-        names: the name of each episode.
-        report: decisions, omissions and findings as JSON values.
-        notes: the findings.
-    """
-
-    file: Path
-    arrays: tuple[Array, ...]
-    finals: tuple[Array, ...]
-    table: Mapping[str, npt.NDArray[Any]]
-    names: Iterable[str]
-    report: Mapping[str, Any]
-    notes: RuleFindings
-    attached: tuple[AttachedFile, ...] = ()
 
 
 def duplicates(digests: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -316,19 +316,36 @@ def _flags(
     """Yield blocks ``[n]`` of a flag as bool, each with the index of its first record."""
     if leaf.problem is not None:
         raise at.error(f"cannot be a column: {leaf.problem}", "V10")
-    records = clock.shape[0]
-    if leaf.shape[:1] != (records,):
+    if leaf.shape[:1] != clock.shape[:1]:
         raise at.error(f"has shape {[*leaf.shape]}, but {clock.path!r} {[*clock.shape]}", "V11")
-    width = int(np.prod(leaf.shape[1:]))
-    if records and width != 1:
+    step = block_bytes // np.dtype(leaf.dtype).itemsize
+    for start, block in number_blocks(file, leaf.path, at, step):
+        yield start, block != 0
+
+
+def number_blocks(
+    file: H5File, path: str, at: Location, records: int
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield blocks of a dataset of one finite number per record, each with its first record.
+
+    Args:
+        at: the location of the dataset.
+        records: number of records of a block.
+
+    Raises:
+        CorpusError: a record has several numbers (V10), or one that is not finite (V30).
+    """
+    shape = file.shape(path)
+    width = int(np.prod(shape[1:]))
+    if shape[0] and width != 1:
         raise at.error(f"has {width} numbers per record, expected one", "V10")
-    step = max(1, block_bytes // np.dtype(leaf.dtype).itemsize)
-    for start in range(0, records, step):
-        block = file.read(leaf.path, start, min(start + step, records)).reshape(-1)
+    step = max(1, records)
+    for start in range(0, shape[0], step):
+        block = file.read(path, start, min(start + step, shape[0])).reshape(-1)
         if block.dtype.kind in "fc" and not np.isfinite(block).all():
             record = start + int(np.argmin(np.isfinite(block)))
-            raise at.at(record=record).error("the flag holds NaN or infinity", "V30")
-        yield start, block != 0
+            raise at.at(record=record).error("holds NaN or infinity", "V30")
+        yield start, block
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[int, str, str], ...], str]:

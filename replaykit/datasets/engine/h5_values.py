@@ -161,9 +161,6 @@ class HeldValues:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": self._memory[: self._used], "_left": 0}
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def __contains__(self, dataset: str) -> bool:
         return dataset in self._places
 

@@ -32,6 +32,10 @@ _TOGETHER: Final = 1 << 12
 """Number of episodes that an iteration converts to objects at once."""
 
 
+Excluded = dict[tuple[Any, ...], str]
+"""Reasons to leave out episodes, by file, group and first record."""
+
+
 class SourceEpisode(NamedTuple):
     """An episode that gives rows ``start .. start + rows - 1``.
 

@@ -28,7 +28,7 @@ from replaykit.datasets.column_statistics import Statistics
 from replaykit.datasets.dataset_manifest import provenance
 from replaykit.datasets.engine.layout import DropLeaves, Layout, rules_digest
 from replaykit.datasets.engine.locations import RuleFinding, RuleFindings
-from replaykit.datasets.engine.plan import Plan, column_specs
+from replaykit.datasets.engine.plan import Excluded, Plan, column_specs
 from replaykit.datasets.engine.table_sources import TableLayout
 from replaykit.datasets.publishing import UNFINISHED_NAME
 from replaykit.datasets.sources import Sources, sha256_of
@@ -36,9 +36,6 @@ from replaykit.declared import Rule, decode_state, encode_state
 from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.ted import Key
-
-Excluded = dict[tuple[Any, ...], str]
-"""Reasons to leave out episodes, by file, group and first record."""
 
 
 def _converted(build: Callable[[Any], Any], save: Callable[[Any], Any]) -> Rule:
@@ -155,9 +152,7 @@ class Unfinished(Generic[Part]):
         """Return whether the record has finished parts of the plan with this digest."""
         return bool(self.finished) and self._head["plan"] == plan
 
-    def begin(
-        self, plan: str, without: Mapping[str, str], excluded: Mapping[tuple[Any, ...], str]
-    ) -> None:
+    def begin(self, plan: str, without: Mapping[str, str], excluded: Excluded) -> None:
         """Remove the record, and start one of the plan with this digest."""
         self.forget()
         self._head = {

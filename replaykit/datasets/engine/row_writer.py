@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,89 +36,6 @@ from replaykit.ted import DEFAULT_DONE_KEYS, Key
 
 _ENDS: Final = ("terminated", "truncated")
 """Roles whose flags are set by any number but zero. Other flags must be 0 or 1."""
-
-
-class Storing:
-    """A writer of the values of one stretch into columns, with their statistics.
-
-    Args:
-        stretch: the stretch that contains the rows.
-        columns: the column files, which have been written up to the first row of the stretch.
-        statistics: the statistics of the columns, which are updated.
-        judge: decides about episodes whose values do not fit the columns.
-    """
-
-    def __init__(
-        self,
-        stretch: Stretch,
-        columns: Mapping[Key, ColumnOutput],
-        statistics: Mapping[Key, Statistics],
-        judge: Judge,
-    ) -> None:
-        self._stretch = stretch
-        self._columns = columns
-        self._statistics = statistics
-        self._judge = judge
-        at = stretch.at
-        # The third row of each episode is an arbitrary but fixed choice.
-        mixed = at.starts.astype(np.uint64) * np.uint64(2654435761) + np.uint64(97)
-        within = (mixed % at.rows.astype(np.uint64)).astype(np.int64)
-        samples = np.sort(np.concatenate([at.starts, at.finals, at.starts + within]))
-        self._samples = samples[np.diff(samples, prepend=-1) > 0]
-
-    def store(
-        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Sequence[Runs]
-    ) -> list[tuple[int, npt.NDArray[Any]] | None]:
-        """Write a block of records to the columns of its leaf.
-
-        Args:
-            leaf: the leaf that the block belongs to.
-            start: the first record of the block.
-            block: the records of the block.
-            runs: the rows and their records, for each target.
-
-        Returns:
-            The first row and the values that were stored from this row on, for each target with
-            rows.
-        """
-        values = self._cast(leaf, start, block)
-        parts = [run.within(start, start + len(block)) for run in runs]
-        stored: list[tuple[int, npt.NDArray[Any]] | None] = []
-        for target, part in zip(leaf.targets, parts, strict=True):
-            if not len(part):
-                stored.append(None)
-                continue
-            row, entries = int(part.rows[0]), part.records_in(values, start)
-            self.put(target.key, row, entries)
-            check_alignment(self._stretch, leaf, target, start, values, row, entries)
-            stored.append((row, entries))
-        return stored
-
-    def put(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
-        """Write rows of a column, and read some of them back.
-
-        The rows read back are the first row, the last row and one row of each episode.
-        """
-        first, last = np.searchsorted(self._samples, (row, row + len(entries)))
-        verify = (self._samples[first:last] - row).tolist()
-        self._columns[key].write(row, entries, verify=verify)
-        self._statistics[key].add(entries)
-
-    def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if leaf.stored == block.dtype:
-            return block
-        if leaf.stored.kind == "b" and leaf.role in _ENDS:
-            return block != 0
-        real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = real.astype(leaf.stored)
-        lost = lost_numbers(block, values)
-        if lost.any():
-            bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
-            at = self._stretch.location_at(bad, leaf.path)
-            position = self._stretch.first + self._stretch.at.at_record(bad)
-            self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
-        return values
 
 
 def lost_numbers(block: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
@@ -245,15 +162,20 @@ class RowWriter:
 
 
 class _StretchWriter:
-    """A writer of one stretch."""
+    """A writer of the values of one stretch into columns, with their statistics."""
 
     def __init__(self, writer: RowWriter, file: H5File, stretch: Stretch) -> None:
-        self._writer = writer
-        self._stretch = stretch
+        self._writer, self._stretch = writer, stretch
+        self._columns, self._judge = writer._columns, writer._judge
         self._reader = StretchReader(file, stretch, writer._block_bytes, self._give_up)
         self._checks = StretchChecks(stretch, writer._judge, writer._flags.outcomes)
-        self._storing = Storing(stretch, writer._columns, writer.statistics, writer._judge)
         self._known_runs: dict[tuple[int, bool, int], Runs] = {}
+        at = stretch.at
+        # The third row of each episode is an arbitrary but fixed choice.
+        mixed = at.starts.astype(np.uint64) * np.uint64(2654435761) + np.uint64(97)
+        within = (mixed % at.rows.astype(np.uint64)).astype(np.int64)
+        samples = np.sort(np.concatenate([at.starts, at.finals, at.starts + within]))
+        self._samples = samples[np.diff(samples, prepend=-1) > 0]
 
     def write(self, memory: dict[str, Any]) -> None:
         writer, stretch = self._writer, self._stretch
@@ -266,27 +188,26 @@ class _StretchWriter:
                 continue
             if not stretch.leaves.issuperset(leaf.paths):
                 for target in leaf.targets:
-                    writer._columns[target.key].skip_to(stretch.start + stretch.rows)
+                    self._columns[target.key].skip_to(stretch.start + stretch.rows)
                 continue
             runs = [self._runs(target, leaf.extra) for target in leaf.targets]
             finals = stretch.lasts(leaf) if keeps_last and leaf.path in writer._required else None
             for start, block in self._reader.blocks(leaf, loaded):
                 self._checks.check(leaf, start, block, runs[0] if runs else None)
-                stored = self._storing.store(leaf, start, block, runs) if runs else []
-                if leaf.is_successor:
-                    self._check_successors(leaf.targets, stored)
+                if runs:
+                    self._store(leaf, start, block, runs)
                 if finals is not None and start + len(block) > finals[-1]:
                     last[leaf.path] = block[finals - start]
                 writer._advance(block.nbytes)
             loaded.pop(leaf.path, None)
-        check_blanks(stretch, writer._plan.leaves, writer._columns, self._reader, writer._judge.bad)
+        check_blanks(stretch, writer._plan.leaves, self._columns, self._reader, self._judge.bad)
         self._store_ids()
         self._store_flags(last)
 
     def _give_up(self, span: int, error: CorpusError) -> None:
         found = self._stretch.spans[span]
         for position in range(found.first, found.stop):
-            self._writer._judge.condemn(position, error)
+            self._judge.condemn(position, error)
 
     def _flags_want_last(self) -> bool:
         is_one_each = all(span.stop - span.first == 1 for span in self._stretch.spans)
@@ -306,60 +227,86 @@ class _StretchWriter:
         if not witnesses or stretch.spans[0].base:
             # Only the first part of a file is compared.
             return {}
-        if not stretch.is_single:
-            arrays = {leaf.path: self._reader.read(leaf, 0, stretch.records) for leaf in witnesses}
-            for i, windowed in enumerate(self._windows(arrays, memory)):
-                try:
-                    writer._layout.examine(windowed)
-                except CorpusError as error:
-                    self._give_up(i, error)
-            return arrays
-        records = stretch.records
-        record_bytes = sum(leaf.record_bytes for leaf in witnesses)
-        count = min(records, max(2, writer._block_bytes // max(1, record_bytes)))
-        is_whole = count == records
+        count = stretch.records
+        if stretch.is_single:
+            record_bytes = sum(leaf.record_bytes for leaf in witnesses)
+            count = min(count, max(2, writer._block_bytes // max(1, record_bytes)))
+        has_extra = stretch.is_single and count == stretch.records
         arrays = {
-            leaf.path: self._reader.read(leaf, 0, count + is_whole * leaf.extra)
+            leaf.path: self._reader.read(leaf, 0, count + has_extra * leaf.extra)
             for leaf in witnesses
         }
-        notes = writer._judge.notes
-        writer._layout.examine(SourceWindow(arrays, records, stretch.location_of(0), notes, memory))
+        for i, (span, start) in enumerate(zip(stretch.spans, stretch.offsets, strict=True)):
+            mine = {
+                leaf.path: arrays[leaf.path][start : start + span.records + leaf.extra]
+                for leaf in witnesses
+            }
+            location, notes = stretch.location_of(i), self._judge.notes
+            try:
+                writer._layout.examine(SourceWindow(mine, span.records, location, notes, memory))
+            except CorpusError as error:
+                if stretch.is_single:
+                    raise
+                self._give_up(i, error)
         return arrays
 
-    def _windows(
-        self, arrays: Mapping[str, npt.NDArray[Any]], memory: dict[str, Any]
-    ) -> Iterator[SourceWindow]:
-        """Yield the window of each of several spans, for the layout."""
-        stretch, notes = self._stretch, self._writer._judge.notes
-        extra = {leaf.path: leaf.extra for leaf in self._writer._witnesses}
-        for i, (span, offset) in enumerate(
-            zip(stretch.spans, stretch.offsets.tolist(), strict=True)
-        ):
-            mine = {
-                path: array[offset : offset + span.records + extra[path]]
-                for path, array in arrays.items()
-            }
-            yield SourceWindow(mine, span.records, stretch.location_of(i), notes, memory)
-
-    def _check_successors(
-        self,
-        targets: Sequence[Target],
-        stored: Sequence[tuple[int, npt.NDArray[Any]] | None],
+    def _store(
+        self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any], runs: Sequence[Runs]
     ) -> None:
-        writer = self._writer
-        for target, found in zip(targets, stored, strict=True):
-            if found is not None:
-                columns, judge = writer._columns, writer._judge
-                check_successor(self._stretch, target, *found, columns, judge, writer.tails)
+        """Write a block of records to the columns of its leaf, and check the rows.
+
+        Args:
+            leaf: the leaf that the block belongs to.
+            start: the first record of the block.
+            block: the records of the block.
+            runs: the rows and their records, for each target.
+        """
+        values = self._cast(leaf, start, block)
+        for target, run in zip(leaf.targets, runs, strict=True):
+            part = run.within(start, start + len(block))
+            if not len(part):
+                continue
+            row, entries = int(part.rows[0]), part.records_in(values, start)
+            self._put(target.key, row, entries)
+            check_alignment(self._stretch, leaf, target, start, values, row, entries)
+            if leaf.is_successor:
+                columns, tails = self._columns, self._writer.tails
+                check_successor(self._stretch, target, row, entries, columns, self._judge, tails)
+
+    def _put(self, key: Key, row: int, entries: npt.NDArray[Any]) -> None:
+        """Write rows of a column, and read some of them back.
+
+        The rows read back are the first row, the last row and one row of each episode.
+        """
+        first, last = np.searchsorted(self._samples, (row, row + len(entries)))
+        verify = (self._samples[first:last] - row).tolist()
+        self._columns[key].write(row, entries, verify=verify)
+        self._writer.statistics[key].add(entries)
+
+    def _cast(self, leaf: PlannedLeaf, start: int, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if leaf.stored == block.dtype:
+            return block
+        if leaf.stored.kind == "b" and leaf.role in _ENDS:
+            return block != 0
+        real = block.real if block.dtype.kind == "c" and leaf.stored.kind != "c" else block
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = real.astype(leaf.stored)
+        lost = lost_numbers(block, values)
+        if lost.any():
+            bad = start + int(np.argmax(lost.reshape(len(block), -1).any(axis=1)))
+            at = self._stretch.location_at(bad, leaf.path)
+            position = self._stretch.first + self._stretch.at.at_record(bad)
+            self._judge.fail(position, at, f"a value does not fit {leaf.stored}", "V10")
+        return values
 
     def _store_flags(self, last: Mapping[str, npt.NDArray[Any]]) -> None:
         stretch, block = self._stretch, self._writer._block_bytes
-        condemn = self._writer._judge.condemn
+        condemn = self._judge.condemn
         flags = self._writer._flags.of(
             stretch, self._checks, last, lambda i, error: condemn(stretch.first + i, error)
         )
         self._fill_table(flags)
-        put, key = self._storing.put, OBSERVED_KEY
+        put, key = self._put, OBSERVED_KEY
         finals = stretch.at.finals
         for name, values in flags.items():
             rows = finals[values]
@@ -394,5 +341,5 @@ class _StretchWriter:
             values[key] = np.full(len(numbers), here)
         for key, each in values.items():
             store_constant(
-                stretch.all_rows, stretch.at.starts, key, each, block=block, put=self._storing.put
+                stretch.all_rows, stretch.at.starts, key, each, block=block, put=self._put
             )

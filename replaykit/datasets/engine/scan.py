@@ -22,6 +22,7 @@ from replaykit.datasets.engine.plan import (
     OBSERVED_KEY,
     Entry,
     EpisodeSpan,
+    Excluded,
     H5Plan,
     PlannedLeaf,
     SourceEpisode,
@@ -41,70 +42,10 @@ from replaykit.datasets.engine.source_files import (
 from replaykit.datasets.sources import Sources
 from replaykit.errors import CorpusError
 
-Excluded = Mapping[tuple[int, str, int], str]
-"""The reasons to leave out episodes, by file, group and first record."""
-
 
 def gives_no_row(records: int) -> str:
     """Return the reason to leave out an episode that is too short (rule V37)."""
     return f"it has {records} record{'s' * (records != 1)}, so it gives no row [V37]"
-
-
-def flat_episodes(
-    refs: EpisodeRefs,
-    layout: Layout,
-    last_steps: str,
-    unit: Sequence[int],
-    starts: Sequence[int],
-    excluded: Excluded,
-    row: int,
-) -> tuple[dict[str, Any], list[tuple[int, str, str]]]:
-    """Return columns of the episodes that give rows; file, name and reason of all others.
-
-    Args:
-        refs: the episodes, with first records, lengths and the reasons for their ends.
-        layout: the declaration of the corpus.
-        last_steps: the value of ``Policies.last_steps``.
-        unit: positions of the files that are read as one.
-        starts: the first record of each of these files.
-        excluded: episodes to leave out.
-        row: the first row.
-    """
-    assert refs.bases is not None
-    assert refs.records is not None
-    assert refs.terminated is not None
-    bases, records = refs.bases, refs.records
-    parts = np.zeros(len(refs), np.int64) if refs.parts is None else refs.parts
-    files = np.array(unit)[parts]
-    is_open = np.full(len(refs), layout.is_open and last_steps == "keep")
-    if layout.is_open and last_steps == "terminated":
-        is_open = refs.terminated & (records > 0)
-    rows = records - layout.lost + is_open
-    why = {at: gives_no_row(int(records[at])) for at in np.flatnonzero(rows < 1).tolist()}
-    if excluded:
-        for at, key in enumerate(zip(files.tolist(), bases.tolist(), strict=True)):
-            text = excluded.get((key[0], "", key[1]))
-            if text is not None:
-                why[at] = text
-    skipped = []
-    for at in sorted(why):
-        first = int(bases[at]) - starts[int(parts[at])]
-        name = f"[{first}:{first + int(records[at])}]"
-        skipped.append((int(files[at]), name, why[at]))
-    kept = np.ones(len(refs), np.bool_)
-    kept[list(why)] = False
-    rows = rows[kept]
-    columns = {
-        "file": files[kept],
-        "number": refs.numbers[kept],
-        "base": bases[kept],
-        "records": records[kept],
-        "rows": rows,
-        "start": row + np.cumsum(rows) - rows,
-        "is_open": is_open[kept],
-        "terminated": refs.terminated[kept],
-    }
-    return columns, skipped
 
 
 _MOST_KINDS: Final = 5
@@ -362,14 +303,10 @@ class _Scan:
         rows = self.rows
         try:
             if refs.bases is not None:
-                unit, starts = self.units[index], [part.start for part in file.parts] or [0]
-                columns, left_out = flat_episodes(
-                    refs, layout, self.policies.last_steps, unit, starts, self.excluded, rows
-                )
-                for each in left_out:
-                    self.skip(*each)
+                starts = [part.start for part in file.parts] or [0]
+                columns = self._flat_episodes(refs, self.units[index], starts)
                 columns |= {"source_seed": facts.source_seed, "success": facts.success}
-                self.episodes.extend(columns, dict(zip(unit, starts, strict=True)))
+                self.episodes.extend(columns, dict(zip(self.units[index], starts, strict=True)))
                 rows += int(columns["rows"].sum())
             elif episode := self._episode(
                 index, file, group, int(refs.numbers[at]), leaves, records, facts
@@ -392,6 +329,51 @@ class _Scan:
                     frozenset(specs), form)  # fmt: skip
         self.spans.append(span)
         self.rows = rows
+
+    def _flat_episodes(
+        self, refs: EpisodeRefs, unit: Sequence[int], starts: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return columns of the episodes that give rows, after noting why others give none.
+
+        Args:
+            refs: the episodes, with first records, lengths and the reasons for their ends.
+            unit: positions of the files that are read as one.
+            starts: the first record of each of these files.
+        """
+        assert self.schema is not None
+        assert refs.bases is not None
+        assert refs.records is not None
+        assert refs.terminated is not None
+        layout, last_steps = self.schema.layout, self.policies.last_steps
+        bases, records = refs.bases, refs.records
+        parts = np.zeros(len(refs), np.int64) if refs.parts is None else refs.parts
+        files = np.array(unit)[parts]
+        is_open = np.full(len(refs), layout.is_open and last_steps == "keep")
+        if layout.is_open and last_steps == "terminated":
+            is_open = refs.terminated & (records > 0)
+        rows = records - layout.lost + is_open
+        why = {at: gives_no_row(int(records[at])) for at in np.flatnonzero(rows < 1).tolist()}
+        if self.excluded:
+            for at, key in enumerate(zip(files.tolist(), bases.tolist(), strict=True)):
+                text = self.excluded.get((key[0], "", key[1]))
+                if text is not None:
+                    why[at] = text
+        for at in sorted(why):
+            first = int(bases[at]) - starts[int(parts[at])]
+            self.skip(int(files[at]), f"[{first}:{first + int(records[at])}]", why[at])
+        kept = np.ones(len(refs), np.bool_)
+        kept[list(why)] = False
+        rows = rows[kept]
+        return {
+            "file": files[kept],
+            "number": refs.numbers[kept],
+            "base": bases[kept],
+            "records": records[kept],
+            "rows": rows,
+            "start": self.rows + np.cumsum(rows) - rows,
+            "is_open": is_open[kept],
+            "terminated": refs.terminated[kept],
+        }
 
     def _facts(self, file: H5File, group: str, records: int, location: Location) -> SourceFacts:
         assert self.schema is not None

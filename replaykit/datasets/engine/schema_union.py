@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -17,54 +18,6 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import Entry, PlannedLeaf
 from replaykit.datasets.engine.policies import Policies
 from replaykit.ted import Key
-
-
-def require_pairs(
-    fields: Sequence[Field],
-    leaves: Sequence[PlannedLeaf],
-    policies: Policies,
-    notes: RuleFindings,
-    location: Location,
-) -> None:
-    """Check that each state has a successor, and each successor a state (rule V12).
-
-    Without this check, rows could have a key only before or only after the step. If the policies
-    drop or pad missing keys, the unpaired key is kept and reported.
-
-    Args:
-        fields: the fields of the layout.
-        leaves: the leaves that become columns.
-        policies: the keys to store, and the treatment of missing keys.
-        notes: collects the finding.
-        location: the first episode.
-
-    Raises:
-        CorpusError: a state or a successor is missing.
-    """
-    groups = [entry for entry in fields if entry.is_group]
-    paths = [leaf.path for leaf in leaves]
-    for state in groups:
-        for successor in groups:
-            if state.before is None or successor.describes != "successor":
-                continue
-            if successor.after != ("next", *state.before):
-                continue
-            ours, theirs = _names(state, paths), _names(successor, paths)
-            for name in sorted(ours ^ theirs):
-                has, lacks = (state, successor) if name in ours else (successor, state)
-                above = state.before if lacks is state else successor.after
-                if above is None or not policies.keeps((*above, *name.split("/"))):
-                    continue
-                at = location.at(key=f"{lacks.name}{name}")
-                text = f"the key is missing, but {has.name}{name} is there"
-                if policies.missing not in ("drop", "pad"):
-                    raise at.error(text, "V12")
-                notes.add("V12", text, at, name=f"{has.name}{name}")
-
-
-def _names(entry: Field, paths: Sequence[str]) -> set[str]:
-    return {path.removeprefix(entry.name) for path in paths if path.startswith(entry.name)}
-
 
 _Use = tuple[str, int]
 """A dataset, and the position of a field that takes it.
@@ -147,7 +100,7 @@ class SchemaUnion:
             CorpusError: a leaf breaks one of the rules V10 to V12.
         """
         for entry in self.layout.fields:
-            if entry.required and not self._is_without(entry):
+            if entry.required and not any(map(self._why_without, entry.sources)):
                 self._require(entry, leaves, location)
         clock = leaves.get(self.layout.clock)
         if clock is None:
@@ -299,14 +252,20 @@ class SchemaUnion:
 
     # -- all of them ----------------------------------------------------------------------------
 
+    @property
+    def _first(self) -> Location:
+        """The location of the first episode."""
+        return next(iter(self._signatures.values())).first
+
     def leaves(self) -> tuple[list[PlannedLeaf], list[Entry]]:
         """Return the leaves that become columns, and the leaves that are left out.
 
         Raises:
             CorpusError: successors have another shape or dtype than the states.
         """
+        foreign = f"it is no part of the layout {self.layout.name!r}"
         left_out = [
-            {"key": path, "why": self._why_foreign(path, location)}
+            {"key": path, "why": self._why_without(path) or f"{foreign} (in {location.brief})"}
             for path, location in sorted(self._foreign.items())
         ]
         specs: dict[_Use, Spec] = {}
@@ -316,7 +275,7 @@ class SchemaUnion:
         found = []
         for use in sorted(specs):
             path, entry = use[0], self.layout.fields[use[1]]
-            if path != _first_source(entry, path):
+            if not isinstance(entry.source, str) and path != entry.sources[0]:
                 continue
             why = None if self._is_required(entry) else self._why_left_out(use, specs[use])
             if why is not None:
@@ -353,8 +312,7 @@ class SchemaUnion:
                 f"{listed} left out by the policies, so that it is unverified whether steps arrive "
                 "at the states that the next ones start from"
             )
-            first = next(iter(self._signatures.values())).first
-            self._notes.add("V22", text, first.at(key=next(iter(left_out.values()))))
+            self._notes.add("V22", text, self._first.at(key=next(iter(left_out.values()))))
 
     def check_policies(self, always: Iterable[Key]) -> None:
         """Check that policies name existing keys. ``always`` has the keys without a leaf.
@@ -377,25 +335,47 @@ class SchemaUnion:
 
     def _compare_successors(self, leaves: Sequence[PlannedLeaf]) -> None:
         """Check that successors have the shape and dtype of the states (rule V10)."""
-        first = next(iter(self._signatures.values())).first
-        require_pairs(self.layout.fields, leaves, self._policies, self._notes, first)
+        self._require_pairs([leaf.path for leaf in leaves])
         states = {target.key: leaf for leaf in leaves for target in leaf.targets}
         for leaf in leaves:
             for target in leaf.targets if leaf.is_successor else ():
                 state = states.get(target.key[1:], leaf)
                 if (state.shape, state.stored) != (leaf.shape, leaf.stored):
-                    raise first.at(key=leaf.path).error(
+                    raise self._first.at(key=leaf.path).error(
                         f"has shape {list(leaf.shape)} and dtype {leaf.stored}, but {state.path} "
                         f"has {list(state.shape)} and {state.stored}",
                         "V10",
                     )
 
+    def _require_pairs(self, paths: Sequence[str]) -> None:
+        """Check that each state has a successor, and each successor a state (rule V12).
+
+        Without this check, rows could have a key only before or only after the step. If the
+        policies drop or pad missing keys, the unpaired key is kept and reported.
+        """
+        groups = [entry for entry in self.layout.fields if entry.is_group]
+        for state, successor in product(groups, groups):
+            if state.before is None or successor.describes != "successor":
+                continue
+            if successor.after != ("next", *state.before):
+                continue
+            ours, theirs = _names(state, paths), _names(successor, paths)
+            for name in sorted(ours ^ theirs):
+                has, lacks = (state, successor) if name in ours else (successor, state)
+                above = state.before if lacks is state else ("next", *state.before)
+                if not self._policies.keeps((*above, *name.split("/"))):
+                    continue
+                at = self._first.at(key=f"{lacks.name}{name}")
+                text = f"the key is missing, but {has.name}{name} is there"
+                if self._policies.missing not in ("drop", "pad"):
+                    raise at.error(text, "V12")
+                self._notes.add("V12", text, at, name=f"{has.name}{name}")
+
     def _leaf(self, use: _Use, entry: Field, specs: Mapping[_Use, Spec]) -> PlannedLeaf:
         path, spec = use[0], specs[use]
         if spec.dtype.name in _NARROW and not entry.is_end:
-            first = next(iter(self._signatures.values())).first
             text = f"{path} is stored as {spec.dtype}, the loggers' default, and kept so"
-            self._notes.add("V14", text, first, name=path)
+            self._notes.add("V14", text, self._first, name=path)
         paths: tuple[str, ...] = (path,)
         name = path
         if not isinstance(entry.source, str):
@@ -429,18 +409,11 @@ class SchemaUnion:
         fits = found is not None and all(len(side) in (1, math.prod(shape)) for side in found)
         return found if fits else None
 
-    def _is_without(self, entry: Field) -> bool:
-        return any(self._why_without(path) for path in entry.sources)
-
     def _why_without(self, path: str) -> str | None:
         for source, why in self._without.items():
             if path.startswith(source) if source.endswith("/") else path == source:
                 return why
         return None
-
-    def _why_foreign(self, path: str, location: Location) -> str:
-        default = f"it is no part of the layout {self.layout.name!r} (in {location.brief})"
-        return self._why_without(path) or default
 
     def _why_left_out(self, use: _Use, spec: Spec) -> str | None:
         """Return why an optional leaf is left out, or ``None`` if it is kept."""
@@ -472,8 +445,8 @@ class SchemaUnion:
         return unstorable(tuple(path.split("/")))
 
 
-def _first_source(entry: Field, path: str) -> str:
-    return path if isinstance(entry.source, str) else entry.sources[0]
+def _names(entry: Field, paths: Sequence[str]) -> set[str]:
+    return {path.removeprefix(entry.name) for path in paths if path.startswith(entry.name)}
 
 
 def _length(leaf: H5Leaf) -> str:

@@ -308,26 +308,24 @@ def listings(
     if workers < 2 or len(files) < 2 or isinstance(layout.episodes, (Segments, WholeFile)):
         yield from (NOT_LISTED for _ in files)
         return
-    pieces = [(index, index) for index in range(len(files))]
     others = min(workers, len(files)) - 1
     waiting: dict[int, Listing] = {}
     with WorkerPool(
-        partial(_list, files, layout, room), pieces[1:], others, ahead=_AHEAD * others
+        partial(_list, files, layout, room), range(1, len(files)), others, ahead=_AHEAD * others
     ) as pool:
-        for piece in pieces:
-            if piece == pieces[0] or pool.take(piece) is not None:
+        for index in range(len(files)):
+            if not index or pool.take(index) is not None:
                 yield NOT_LISTED
                 continue
-            while piece[0] not in waiting:
-                index, found = pool.answer()
-                waiting[index] = found
-            yield waiting.pop(piece[0])
+            while index not in waiting:
+                waiting.update([pool.answer()])
+            yield waiting.pop(index)
 
 
 def _list(
-    files: tuple[SourceFile, ...], layout: Layout, room: int, piece: tuple[int, int]
+    files: tuple[SourceFile, ...], layout: Layout, room: int, index: int
 ) -> tuple[int, Listing]:
-    source, held = files[piece[0]], HeldValues(room)
+    source, held = files[index], HeldValues(room)
     found = Listing({}, {}, held)
     # The leaves of most groups are equal, and pickle sends an object only once.
     known: dict[H5Leaf, H5Leaf] = {}
@@ -347,4 +345,4 @@ def _list(
                 found.leaves[group], found.attributes[group] = leaves, said
     except (ValueError, OSError):
         pass
-    return piece[0], found
+    return index, found

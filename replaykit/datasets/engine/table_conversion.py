@@ -24,13 +24,14 @@ from replaykit.datasets.engine.locations import Location, RuleFindings
 from replaykit.datasets.engine.plan import (
     Entry,
     EpisodeSpan,
+    Excluded,
     Plan,
     PlannedLeaf,
     SourceEpisodes,
     Spans,
 )
 from replaykit.datasets.engine.policies import Judge, Policies
-from replaykit.datasets.engine.resuming import Excluded, ImagesPart, Unfinished
+from replaykit.datasets.engine.resuming import ImagesPart, Unfinished
 from replaykit.datasets.engine.row_batches import store_constant, store_flag
 from replaykit.datasets.engine.row_writer import lost_numbers
 from replaykit.datasets.engine.table_sources import (
@@ -42,7 +43,6 @@ from replaykit.datasets.engine.table_sources import (
 )
 from replaykit.datasets.engine.write_files import WrittenRows, known_table
 from replaykit.datasets.sources import Sources
-from replaykit.errors import CorpusError
 from replaykit.filesystem import NoRoomError, disk_errors
 from replaykit.ted import DEFAULT_DONE_KEYS, TERMINATED, TRUNCATED, Key
 
@@ -352,12 +352,8 @@ class _Writer:
                 return WrittenRows({}, {}, {})  # other rows will be written without these episodes
             for key, count in at.items():
                 if count != self._plan.rows:
-                    raise self._error(
-                        len(self._stops) - 1,
-                        f"has {count} rows, expected {self._plan.rows}",
-                        "V34",
-                        key,
-                    )
+                    what = f"has {count} rows, expected {self._plan.rows}"
+                    raise self._where(len(self._stops) - 1, key).error(what, "V34")
             self._write_flags()
         table = {
             **known_table(self._plan),
@@ -374,9 +370,6 @@ class _Writer:
         for images in self._images.values():
             yield images.describe()
 
-    def _error(self, number: int, what: str, rule: str, key: Key = ()) -> CorpusError:
-        return self._where(number, key).error(what, rule)
-
     def _write(self, key: Key, values: Array, start: int) -> None:
         column = self._wanted[key]
         stop = start + len(values)
@@ -385,12 +378,10 @@ class _Writer:
             or values.shape[1:] != column.shape
             or values.dtype != column.dtype
         ):
-            raise self._error(
-                self._episode(min(start, self._plan.rows - 1)),
+            raise self._where(self._episode(min(start, self._plan.rows - 1)), key).error(
                 f"is {values.dtype} {list(values.shape[1:])} up to row {stop}, expected "
                 f"{column.dtype} {list(column.shape)} up to row {self._plan.rows}",
                 "V11",
-                key,
             )
         if len(self.judge.bad) > self._known:  # the rows will be written again without them
             self._checks.check(key, values, start)

@@ -288,6 +288,14 @@ class TableLayout:
         return ()
 
 
+def dtype_of(name: Any) -> np.dtype[Any]:
+    """Return a dtype of NumPy; that of objects for names that it does not know."""
+    try:
+        return np.dtype(name)
+    except (TypeError, ValueError):
+        return np.dtype(object)
+
+
 def loaded_ahead(
     load: Callable[[Item], Value], items: Iterable[Item]
 ) -> Iterator[tuple[Item, Future[Value]]]:

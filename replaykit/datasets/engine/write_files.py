@@ -49,6 +49,7 @@ class WrittenRows:
         report: entries of the report.
         bad: the reasons to leave out episodes, by position.
         attached: the files next to the columns, which are made when they are asked for.
+        finals: the columns that replace some of ``columns``; see `store_once`.
     """
 
     columns: dict[Key, ColumnOutput]
@@ -57,6 +58,7 @@ class WrittenRows:
     report: dict[str, Any] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
     attached: Iterable[AttachedFile] = ()
+    finals: dict[Key, ColumnOutput] = field(default_factory=dict)
 
 
 def write_files(
@@ -107,7 +109,7 @@ def write_files(
     left = [index for index in spans if index not in unfinished.finished]
     mine = partial(write, advance=advance)
     if workers < 2 or len(left) < 2:
-        parts: _Parts = (mine((index, index)) for index in left)
+        parts: _Parts = (mine(index) for index in left)
     else:
         if len(left) <= _MOST_ORDERED:
             left.sort(key=lambda index: len(_rows(plan, spans[index])), reverse=True)
@@ -146,8 +148,8 @@ def known_table(plan: Plan) -> dict[str, npt.NDArray[Any]]:
 
 
 def _as_they_come(
-    write: Callable[[tuple[int, int]], FilePart],
-    mine: Callable[[tuple[int, int]], FilePart],
+    write: Callable[[int], FilePart],
+    mine: Callable[[int], FilePart],
     indices: list[int],
     workers: int,
 ) -> _Parts:
@@ -159,16 +161,14 @@ def _as_they_come(
         indices: positions of the files, in the order in which they are begun.
         workers: number of processes that write, including this process.
     """
-    pieces = [(index, index) for index in indices]
-    with WorkerPool(write, pieces[1:], workers - 1) as pool:
-        piece: tuple[int, int] | None = pieces[0]
-        while piece is not None:
-            yield mine(piece)
+    with WorkerPool(write, indices[1:], workers - 1) as pool:
+        index: int | None = indices[0]
+        while index is not None:
+            yield mine(index)
             while (part := pool.answer(waits=False)) is not None:
                 yield part
-            piece = pool.take()
-        while (part := pool.answer()) is not None:
-            yield part
+            index = pool.take()
+        yield from pool.answers()
 
 
 def _in_order(indices: Collection[int], parts: _Parts, unfinished: Unfinished[FilePart]) -> _Parts:
@@ -195,17 +195,16 @@ def _write_file(
     sources: Sources,
     columns: Mapping[Key, ColumnOutput],
     by_file: Mapping[int, range],
-    piece: tuple[int, int],
+    index: int,
     *,
     block_bytes: int,
     on_invalid: str,
     advance: Callable[[int], object] | None = None,
 ) -> FilePart:
-    """Write the rows of one file. The piece is the position of the file, twice.
+    """Write the rows of one file.
 
     ``advance`` is given if this process shows the progress.
     """
-    index = piece[0]
     source = sources.files[index]
     spans = by_file[index]
     rows = _rows(plan, spans)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -20,7 +20,13 @@ import numpy.typing as npt
 
 from replaykit.buffer.components import SamplerT
 from replaykit.datasets.dataset import BaseDatasetExperienceReplay, LocalFilesReplay
-from replaykit.datasets.engine.episode_finders import EpisodeRefs, Finder, FoundEpisodes, Segments
+from replaykit.datasets.engine.episode_finders import (
+    EpisodeRefs,
+    Finder,
+    FoundEpisodes,
+    Segments,
+    number_blocks,
+)
 from replaykit.datasets.engine.fields import ARRIVALS, STEPS, Alignment, Field
 from replaykit.datasets.engine.h5 import H5File, H5Leaf
 from replaykit.datasets.engine.layout import DropLeaves, Layout, SourceWindow
@@ -291,10 +297,7 @@ class D4RLLayout(Layout):
             if path in leaves and file.shape(path)[:1] == (records,)
         }
         observations = arrays["observations"].reshape(stop, -1)
-        ends = np.zeros(stop, np.bool_)
-        for name in ("terminals", "timeouts"):
-            if name in arrays and arrays[name].size == stop:
-                ends |= arrays[name].reshape(stop) != 0
+        ends = _ends_of(arrays, stop)
         parts = [arrays[path].reshape(stop, -1) for path in _STATE if path in arrays]
         state = np.concatenate(parts, axis=1) if parts else np.empty((stop, 0))
         return observations, ends, state.astype(observations.dtype)
@@ -311,11 +314,7 @@ class D4RLLayout(Layout):
         If the state after a step is known, `Resets` has already checked the flags.
         """
         arrays = {path: array.reshape(len(array), -1) for path, array in window.arrays.items()}
-        count = len(arrays["observations"])
-        ends = np.zeros(count, np.bool_)
-        for name in ("terminals", "timeouts"):
-            if name in arrays:
-                ends |= arrays[name][:, 0] != 0
+        ends = _ends_of(arrays, len(arrays["observations"]))
         inside = np.flatnonzero(~ends[:-1])
         moves = _moves(arrays["observations"], inside)
         for path in _STATE:
@@ -345,6 +344,15 @@ class D4RLLayout(Layout):
 
 
 D4RL: Final = D4RLLayout()
+
+
+def _ends_of(arrays: Mapping[str, npt.NDArray[Any]], records: int) -> Marks:
+    """Return a mask of the records at which one of the flags is set."""
+    ends = np.zeros(records, np.bool_)
+    for name in ("terminals", "timeouts"):
+        if name in arrays and arrays[name].size == records:
+            ends |= arrays[name].reshape(records) != 0
+    return ends
 
 
 def _moves(array: npt.NDArray[Any], inside: npt.NDArray[np.int64]) -> bool:
@@ -538,20 +546,11 @@ def _column(
 ) -> npt.NDArray[np.float32]:
     """Read a dataset of one number per record, in blocks."""
     at = location.at(key=name)
-    shape = file.shape(name)
-    if shape[0] and int(np.prod(shape[1:])) != 1:
-        raise at.error(f"has shape {list(shape)}, expected one number per record", "V10")
-    values = np.empty(shape[0], np.float32)
-    step = max(1, block_bytes // 8)
-    for start in range(0, shape[0], step):
-        stop = min(start + step, shape[0])
-        block = file.read(name, start, stop)
+    values = np.empty(file.shape(name)[0], np.float32)
+    for start, block in number_blocks(file, name, at, block_bytes // 8):
         if block.dtype.kind not in "biuf":
             raise at.error(f"holds values of type {block.dtype}, expected numbers", "V10")
-        values[start:stop] = block.reshape(-1)
-        if not np.isfinite(values[start:stop]).all():
-            record = start + int(np.argmin(np.isfinite(values[start:stop])))
-            raise location.at(key=name, record=record).error("holds NaN or infinity", "V30")
+        values[start : start + len(block)] = block
     return values
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -215,6 +216,11 @@ class LeRobotFrames:
             if said != count:
                 what = f"{name} is {said!r:.20}, the metadata of the episodes gives {count}"
                 self._judge.notes.add("V15", what, self._home, name=name)
+        start = str(of.info.get("data_path")).partition("{")[0]
+        for name in sorted(of.paths.keys() - set(of.data)):
+            if name.endswith(".parquet") and name.startswith(start) and name[:5] != "meta/":
+                where = Location(of.path(name), name)
+                self._judge.notes.add("V71", "the metadata lists no episode of this file", where)
 
     def location(self, position: int) -> Location:
         """Return the location of an episode in its Parquet file."""
@@ -331,17 +337,19 @@ class LeRobotFrames:
     ) -> Iterator[Mapping[Key, Array]]:
         wanted = [self._features[key] for key in keys]
         self._joined = {}
-        files: dict[str, list[int]] = {}
-        for position in np.flatnonzero(kept).tolist():
-            files.setdefault(self._set.data[position], []).append(position)
         everywhere: dict[str, list[int]] = {}
         for position, name in enumerate(self._set.data):
             everywhere.setdefault(name, []).append(position)
-        # Findings have the order of the files, because loading has none.
-        for name, loaded in loaded_ahead(partial(self._load, wanted), files):
-            yield from self._blocks(
-                name, loaded, everywhere[name], files[name], wanted, block_bytes
+        # Episodes of several files may alternate, so a file is loaded for each run of them.
+        runs = [
+            (name, list(positions))
+            for name, positions in groupby(
+                np.flatnonzero(kept).tolist(), self._set.data.__getitem__
             )
+        ]
+        # Findings have the order of the files, because loading has none.
+        for (name, run), loaded in loaded_ahead(lambda each: self._load(wanted, each[0]), runs):
+            yield from self._blocks(name, loaded, everywhere[name], run, wanted, block_bytes)
         if kept.all():
             self._check_totals()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +50,14 @@ def drift_limit(seconds: Array) -> Array:
     return TOLERANCE + np.spacing(np.abs(seconds).astype(np.float32)).astype(np.float64)
 
 
+def _runs_of(numbers: Array) -> Iterator[tuple[int, int, int]]:
+    """Yield the number, the first row and the end of each run of equal numbers."""
+    cuts = (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+    for first, stop in pairwise([0, *cuts, len(numbers)]):
+        if first < stop:
+            yield int(numbers[first]), first, stop
+
+
 class LeRobotChecks:
     """The frames of one file, and the episodes that the metadata places in it.
 
@@ -87,14 +95,9 @@ class LeRobotChecks:
         """Find the runs of frames of one episode, and compare them with the metadata."""
         of = self._set
         numbers = self._index["episode_index"]
-        cuts = np.flatnonzero(np.diff(numbers)) + 1
-        firsts = np.concatenate([[0], cuts]) if len(numbers) else cuts
-        stops = np.append(cuts, len(numbers)) if len(numbers) else cuts
         runs: dict[int, tuple[int, int]] = {}
         apart = set()
-        for number, first, stop in zip(
-            numbers[firsts].tolist(), firsts.tolist(), stops.tolist(), strict=True
-        ):
+        for number, first, stop in _runs_of(numbers):
             if number in runs:
                 apart.add(number)
             runs[number] = (first, stop)
@@ -502,46 +505,31 @@ class _Frames:
         """Return the first frame of an episode in a file, and the one after its last."""
         if name not in self._runs:
             values = self._read(name, self._features)
-            numbers = values["episode_index"]
-            cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
             own = self._runs[name] = {}
-            for first, stop in pairwise(cuts):
-                if first < stop:
-                    self._take(name, int(numbers[first]), first, stop, values, own)
+            for each, first, stop in _runs_of(values["episode_index"]):
+                if each in self.firsts:
+                    what = f"frames of episode {each} lie apart"
+                    raise CorpusError(f"{self._folder / name}: {what} [V71]")
+                own[each] = (first, stop)
+                self._places[each] = name
+                self.firsts[each] = int(values["index"][first])
+                start, length = np.array([first]), np.array([stop - first])
+                self.moments[each] = {
+                    feature.name: EpisodeMoments.of(values[feature.name], start, length)
+                    for feature in self._features
+                    if values[feature.name].dtype.kind in "fiu"
+                }
         if number not in self._runs[name]:
             raise CorpusError(f"{self._folder / name}: has no frames of episode {number} [V71]")
         return self._runs[name][number]
 
-    def _take(
-        self,
-        name: str,
-        number: int,
-        first: int,
-        stop: int,
-        values: Mapping[str, Array],
-        own: dict[int, tuple[int, int]],
-    ) -> None:
-        if number in self.firsts:
-            raise CorpusError(f"{self._folder / name}: frames of episode {number} lie apart [V71]")
-        own[number] = (first, stop)
-        self._places[number] = name
-        self.firsts[number] = int(values["index"][first])
-        start, length = np.array([first]), np.array([stop - first])
-        self.moments[number] = {
-            feature.name: EpisodeMoments.of(values[feature.name], start, length)
-            for feature in self._features
-            if values[feature.name].dtype.kind in "fiu"
-        }
-
     def joined(self) -> dict[str, EpisodeMoments]:
         """Return the statistics of all episodes together, by feature."""
-        names = [feature.name for feature in self._features]
-        each = list(self.moments.values())
-        return {
-            name: EpisodeMoments.together([one[name] for one in each])
-            for name in names
-            if each and name in each[0]
-        }
+        parts: dict[str, list[EpisodeMoments]] = {}
+        for own in self.moments.values():
+            for name, moments in own.items():
+                parts.setdefault(name, []).append(moments)
+        return {name: EpisodeMoments.together(each) for name, each in parts.items()}
 
     def values(self, feature: str, number: int | None) -> Array:
         """Return the values of a feature in one episode, or in all of them."""

@@ -34,6 +34,7 @@ from replaykit.datasets.engine.table_sources import (
     TableEpisodes,
     TableLayout,
     TableSource,
+    dtype_of,
     episode_blocks,
 )
 from replaykit.datasets.remote_sources import HubFiles
@@ -206,7 +207,7 @@ class _RldsTable:
             found = _Feature(
                 name,
                 "numbers" if encoding == "none" else "encoded",
-                _dtype_of(tensor["dtype"]),
+                dtype_of(tensor["dtype"]),
                 _shape_of(tensor),
                 compressed=encoding == "zlib",
             )
@@ -430,14 +431,6 @@ class _RldsTable:
                 raise ValueError(f"step {at} has {len(raw)} bytes, expected {found[at].nbytes}")
             found[at] = np.frombuffer(raw, feature.dtype).reshape(feature.shape)
         return found
-
-
-def _dtype_of(name: str) -> np.dtype[Any]:
-    """Return a dtype of NumPy; that of objects for names that it does not know."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        return np.dtype(object)
 
 
 def _shape_of(said: Mapping[str, Any]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from replaykit.datasets.engine.table_sources import (
     TableEpisodes,
     TableLayout,
     TableSource,
+    dtype_of,
 )
 from replaykit.datasets.remote_sources import HubFiles
 from replaykit.datasets.sources import Sources
@@ -319,13 +320,6 @@ def _codecs_of(said: Mapping[str, Any]) -> Iterator[str]:
         yield from _codecs_of({"codecs": inner.get("index_codecs")})
 
 
-def _dtype_of(said: Mapping[str, Any]) -> np.dtype[Any]:
-    try:
-        return np.dtype(said.get("dtype", said.get("data_type")))
-    except (TypeError, ValueError):
-        return np.dtype(object)
-
-
 def _register_images(codec: str) -> None:
     need = f"images stored by {codec} need imagecodecs"
     module = import_extra("imagecodecs.numcodecs", need, "zarr")
@@ -359,7 +353,7 @@ class _ZarrTable:
             self.columns.append(SourceColumn(key, shape, _native(array), f"data/{name}"))
         for name, said in first.excluded.items():
             if said is not None:
-                dtype = _dtype_of(said)
+                dtype = dtype_of(said.get("dtype", said.get("data_type")))
                 self.columns.append(SourceColumn(key_of(name), (1,), dtype, f"data/{name}"))
         self.left_out = first.left_out
         lengths = [np.diff(store.stops, prepend=0) for store in self._stores]

@@ -16,6 +16,8 @@ from typing import Any
 
 import av
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -165,8 +167,6 @@ def test_threads_share_a_bounded_number_of_videos(tmp_path: Path) -> None:
 def test_images_of_parquet_files_stay_as_they_are(tmp_path: Path) -> None:
     import io
 
-    import pyarrow
-    import pyarrow.parquet as parquet
     from PIL import Image
 
     folder, key = tmp_path / "set", "observation.images.hand"
@@ -513,6 +513,20 @@ def test_a_set_of_version_2_needs_chunks_and_listed_episodes(tmp_path: Path) -> 
         convert(tmp_path / "set", LEROBOT, tmp_path / "data")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_list_that_lost_episodes_is_never_repaired(version: str, tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [3, 2, 4], version=version, cameras=[], per_file=1)
+    lists = "meta/episodes.jsonl" if version == "v2.1" else EPISODES
+    path = tmp_path / "set" / lists
+    (edit_json if version == "v2.1" else edit_table)(path, lambda rows: rows.pop())
+    before = path.read_bytes()
+    with pytest.raises(CorpusError, match=r"02\.parquet: the metadata lists no episode.*\[V71\]"):
+        repair(tmp_path / "set")
+    assert path.read_bytes() == before
+    with pytest.warns(UserWarning, match=r"lists no episode of this file .*\[V71\]"):
+        assert len(convert(tmp_path / "set", LEROBOT, tmp_path / "data")) == 5
+
+
 def test_episodes_never_share_frames_of_a_video(tmp_path: Path) -> None:
     make_lerobot(tmp_path / "set", [5, 7, 6, 4])
     place = "videos/observation.images.top"
@@ -529,6 +543,17 @@ def test_episodes_never_share_frames_of_a_video(tmp_path: Path) -> None:
     assert repair(tmp_path / "set")
     data = convert(tmp_path / "set", LEROBOT, tmp_path / "data", force=True)
     check_items(data, items_of(tmp_path / "set"))
+
+
+def test_episodes_of_several_files_may_alternate(tmp_path: Path) -> None:
+    make_lerobot(tmp_path / "set", [3, 2, 4], cameras=[], per_file=1)
+    expected = items_of(tmp_path / "set")
+    first, _, last = sorted((tmp_path / "set/data").rglob("*.parquet"))
+    parquet.write_table(pyarrow.concat_tables(map(parquet.read_table, (first, last))), first)
+    last.unlink()
+    path = sorted((tmp_path / "set/meta/episodes").rglob("*.parquet"))[-1]
+    edit_table(path, lambda rows: rows[-1].update({"data/file_index": 0}))
+    check_items(convert(tmp_path / "set", LEROBOT, tmp_path / "data"), expected)
 
 
 def test_texts_may_hold_any_character(tmp_path: Path) -> None:
