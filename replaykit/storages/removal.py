@@ -11,6 +11,7 @@ import torch
 from replaykit.episodes import EpisodeIndex
 from replaykit.schema import Rows
 from replaykit.storages.change_log import Removal
+from replaykit.storages.taken_rows import reserve_marks
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ class Replacement:
             slots = range(int(self.slots[0]), int(self.slots[-1]) + 1)
         elif rows is not None:
             slots = torch.from_numpy(self.slots)
-        tables = ledger.reserve(slots, removal)
+        tables, marks = ledger.reserve(slots, removal), None
+        if removal is not None:
+            marks = reserve_marks(storage, removal.target)
         try:
             if removal is not None and len(removal.source):
                 self._write_copies(removal.target, slice(0, len(removal.source)))
@@ -161,6 +164,8 @@ class Replacement:
                 first = 0 if removal is None else len(removal.source)
                 self._write_copies(self._gone, slice(first, None))
             raise
+        if removal is not None and marks is not None:  # rows that were taken in a ring
+            marks[removal.target] = marks[removal.source]
         if self.is_run:
             self.slots = slots
         storage.indexes.replaced(self, rows)
