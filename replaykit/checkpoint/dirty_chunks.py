@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -138,20 +137,13 @@ class FrozenRows:
 
         A span has at least one row.
         """
-        step = max(1, nbytes // max(self.row_bytes[name], 1))
-        if step >= self.changes.chunk:
-            step -= step % self.changes.chunk
-        else:  # each span is a part of one chunk
-            starts = range(first - first % self.changes.chunk, stop, self.changes.chunk)
-            cuts = [
-                at
-                for start in starts
-                for at in range(start, min(start + self.changes.chunk, stop), step)
-            ]
-            yield from itertools.pairwise([*(at for at in cuts if at >= first), stop])
-            return
-        for start in range(first, stop, step):
-            yield start, min(start + step, stop)
+        chunk, step = self.changes.chunk, max(1, nbytes // max(self.row_bytes[name], 1))
+        while first < stop:
+            until = (first + step) // chunk * chunk
+            if until <= first:  # the span is a part of one chunk
+                until = first + step
+            yield first, min(until, stop)
+            first = until
 
 
 def blank(rows: torch.Tensor, padding: int) -> None:
@@ -179,6 +171,19 @@ def copy_rows(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
     else:
         np.copyto(out.view(words).numpy(), source.detach().view(words).numpy())
+
+
+def runs(chosen: Array) -> list[tuple[int, int]]:
+    """Return the runs of True in bool ``[n]`` as ``(first, stop)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.checkpoint.dirty_chunks import runs
+        >>> runs(np.array([True, True, False, True]))
+        [(0, 2), (3, 4)]
+    """
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 
 
 _MOST_CHUNKS = 4096
@@ -486,18 +491,16 @@ class CopiedRows(FrozenRows):
             if tracked.check is not None:
                 tracked.check()
             step = max(1, _BLOCK_BYTES // max(1, size * self.row_bytes[name]))
-            numbers = self._left[name].nonzero()[0]
-            breaks = (np.diff(numbers) > 1).nonzero()[0] + 1
-            for run in np.split(numbers, breaks):
-                for at in range(0, len(run), step):
-                    some = run[at : at + step]
-                    first, stop = int(some[0]) * size, min((int(some[-1]) + 1) * size, self.rows)
+            for begin, end in runs(self._left[name]):
+                for at in range(begin, end, step):
+                    some = range(at, min(at + step, end))
+                    first, stop = at * size, min(some.stop * size, self.rows)
                     source = tracked.tensor[first:stop]
                     rows = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                     copy_rows(rows, source)
                     if tracked.padding:
                         blank(rows, tracked.padding)
-                    copies.update(dict.fromkeys(some.tolist(), (first, rows)))
+                    copies.update(dict.fromkeys(some, (first, rows)))
             self._copies[name] = copies
         # A view that this object kept would count as a view that a caller may write to.
         self.tensors = {
