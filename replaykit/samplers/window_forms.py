@@ -329,8 +329,8 @@ class Window:
 
     Example:
         >>> from replaykit.samplers.window_forms import Window, WindowForm
-        >>> Window(WindowForm(span=(False, 3)), 4).law.count(10)
-        10
+        >>> Window(WindowForm(span=(False, 3)), 4).law.add
+        0
     """
 
     def __init__(self, form: WindowForm, length: int, *, followed: bool = False) -> None:
