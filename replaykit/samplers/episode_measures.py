@@ -296,9 +296,6 @@ class EpisodeMasses(Anchors):
         windows = self.windows(found.numpy(), np.zeros(count, np.int64))
         return windows, int(turn[-1]) // every, int(self._drawn_facts[4, -1])
 
-    def independent(self, count: int, generator: torch.Generator | None) -> Found:
-        return self.at(uniform(count, generator))
-
     def rows(
         self, count: int, length: int, generator: torch.Generator | None
     ) -> tuple[Array, Array] | None:

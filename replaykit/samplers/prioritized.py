@@ -30,7 +30,7 @@ from replaykit.samplers.priority_rules import (
 )
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.sampler import Sampler, as_drawn, require_rows
-from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
+from replaykit.samplers.window_measures import index_for, refuse_nothing
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
 from replaykit.transfer import put_on
@@ -183,7 +183,7 @@ class PrioritizedSampler(Sampler):
 
     def _among_eligible(self, storage: Storage) -> tuple[PriorityTable, SumSegmentTree]:
         """Return the table, and a tree of the rows that are eligible for the transforms."""
-        index, law = index_for(storage), SINGLE.needing(self.needs)
+        index, law = index_for(storage), self.needs.single
         table, sums = self._eligible(storage, index, law)
         # Reading a sum on a device waits for it. The episode index is known here.
         if table.device.type == "cpu" and sums.total > 0:
@@ -440,9 +440,8 @@ class PrioritizedSampler(Sampler):
 
     def state_to_save(self, storage: Storage) -> dict[str, Any]:
         # A custom state_dict may change the priorities, so it gets a copy.
-        if type(self).state_dict is not PrioritizedSampler.state_dict:
-            return self.state_dict()
-        if self._home(None) is not storage:
+        custom = type(self).state_dict is not PrioritizedSampler.state_dict
+        if custom or self._home(None) is not storage:
             return self.state_dict()
         tracked = self._table.follow(storage).tracked()
         if storage.recovery is not None:

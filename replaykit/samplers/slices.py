@@ -48,6 +48,7 @@ from replaykit.samplers.window_measures import (
     floor_below,
     iid,
     integers,
+    permutation,
     stratified,
     uniform,
     without_replacement,
@@ -259,8 +260,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     def _new_pass(self, count: int) -> torch.Tensor:
         if not self.shuffle:
             return arange(count)
-        device = "cpu" if self.generator is None else self.generator.device
-        return torch.randperm(count, generator=self.generator, device=device).cpu()
+        return torch.from_numpy(permutation(count, self.generator))
 
     # -- notifications ------------------------------------------------------------------------
 
