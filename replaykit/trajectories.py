@@ -197,11 +197,9 @@ def pad_collate(
         >>> batch["mask"].sum(1)
         tensor([2, 3])
     """
-    if layout not in ("padded", "jagged"):
-        raise ValueError(f'layout: expected "padded" or "jagged", got {layout!r}')
-    jagged = layout == "jagged"
-    pad_to = _length_argument("pad_to", pad_to)
-    multiple_of = _length_argument("multiple_of", multiple_of)
+    jagged = one_of("layout", layout, ("padded", "jagged")) == "jagged"
+    pad_to = None if pad_to is None else whole_number("pad_to", pad_to, 1)
+    multiple_of = None if multiple_of is None else whole_number("multiple_of", multiple_of, 1)
     if pad_to is not None and multiple_of is not None:
         raise ValueError(f"expected pad_to or multiple_of, not both; got {pad_to}, {multiple_of}")
     no_padding = pad_to is multiple_of is None and not isinstance(pad_value, Mapping)
@@ -237,17 +235,6 @@ def _unstacked(items: Any) -> Any:
     if is_tensordict(items) and items.batch_dims == 2:
         return items.unbind(0)
     return items
-
-
-def _length_argument(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    number = int(value)
-    if number < 1:
-        raise ValueError(f"{name}: expected at least 1, got {number}")
-    return number
 
 
 def _width(lengths: list[int], pad_to: int | None, multiple_of: int | None) -> int:
@@ -565,11 +552,8 @@ class MiniBatches:
     ) -> None:
         if not is_tensordict(rows) or rows.batch_dims < 2:
             raise TypeError(f"expected a TensorDict [lanes, T], got {type(rows).__name__}")
-        self.size = whole_number("size", size, 1)
-        self.length, self.epochs = (
-            whole_number("length", length, 1),
-            whole_number("epochs", epochs, 1),
-        )
+        self.size, self.length = whole_number("size", size, 1), whole_number("length", length, 1)
+        self.epochs = whole_number("epochs", epochs, 1)
         self.even, self.generator = bool(even), generator
         lanes, steps = rows.batch_size[:2]
         left = steps % length

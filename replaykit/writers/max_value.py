@@ -17,9 +17,8 @@ from replaykit.native import RankHeap
 from replaykit.reductions import REDUCTIONS, reduce_rows
 from replaykit.schema import Rows
 from replaykit.storages import Storage
-from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
-from replaykit.writers.writer import Writer, WriterState, ledger_of
+from replaykit.writers.writer import Writer, WriterState, check_tensordicts, ledger_of
 
 Array = np.ndarray[Any, Any]
 
@@ -166,11 +165,7 @@ class TensorDictMaxValueWriter(Writer):
     def _ranks(self, rows: Any) -> Array:
         """Return the rank of each prepared row: float64 ``[B]``."""
         if isinstance(rows, Rows):
-            if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
-                raise RuntimeError(
-                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
-                    f"TensorDicts, got {rows.root}"
-                )
+            check_tensordicts(rows, self, ("tensordict",))
             if self.rank_key not in rows.leaves:
                 raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")
             return self._reduce(rows.leaves[self.rank_key])

@@ -16,12 +16,13 @@ from replaykit._compat import Uncompiled, as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.declared import MOST, decode_state, require_kind, within
 from replaykit.interrupts import deferred
+from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.episode_tags import EpisodeState
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger, LedgerState
-from replaykit.structure import Path
+from replaykit.structure import Branch, Path
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,18 @@ class Writer(Uncompiled, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_owner": None}
+
+
+def check_tensordicts(
+    rows: Rows, writer: Writer, kinds: Collection[str] = ("tensordict", "tensorclass")
+) -> None:
+    """Raise RuntimeError if rows are not TensorDicts, which a writer needs."""
+    root = rows.root
+    if not isinstance(root, Branch) or root.kind not in kinds:
+        raise RuntimeError(
+            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
+            f"TensorDicts, got {root}"
+        )
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
