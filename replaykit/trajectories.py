@@ -6,7 +6,7 @@ padded ``[E, T]`` with a ``mask``, as for sequence models. Values are only moved
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -326,31 +326,31 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
 def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     if given is not None and not isinstance(given, (list, tuple)):
         raise TypeError(f"end_keys: expected a list of keys, got {given!r}")
+    keys: Iterable[Key] = map(unravel, given or ())
     if given is None:
         keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
-    else:
-        keys = tuple(map(unravel, given))
-    found = {key: lookup(data, key) for key in keys}
-    there = {key: value for key, value in found.items() if value is not None}
-    if given and not there:
-        raise KeyError(f"end_keys: expected one of {', '.join(map(format_key, found))}, got none")
-    return _only_tensors("end_keys", there)
+    keys = list(keys)
+    found = _columns(data, "end_keys", keys)
+    if given and not found:
+        raise KeyError(f"end_keys: expected one of {', '.join(map(format_key, keys))}, got none")
+    return found
 
 
 def _id_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     if given is None:
-        found = {key: lookup(data, key) for key in EPISODE_KEYS}
-        found = {key: value for key, value in found.items() if value is not None}
-        return _only_tensors("traj_key", found)
+        return _columns(data, "traj_key", EPISODE_KEYS)
     several = isinstance(given, list) or given == ()
-    found = {key: lookup(data, key) for key in map(unravel, given if several else [given])}
-    for key, value in found.items():
-        if value is None:
+    keys = [unravel(key) for key in (given if several else [given])]
+    found = _columns(data, "traj_key", keys)
+    for key in keys:
+        if key not in found:
             raise KeyError(f"traj_key: no key {format_key(key)}")
-    return _only_tensors("traj_key", found)
+    return found
 
 
-def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tensor]:
+def _columns(data: Any, argument: str, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
+    """Return those of the columns that exist. Raises ValueError if one is not a tensor."""
+    found = {key: value for key in keys if (value := lookup(data, key)) is not None}
     for key, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(

@@ -60,7 +60,8 @@ class FrozenRows:
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.changes.thaw(self)
+            changes = self.changes
+            changes.frozen = [other for other in changes.frozen if other is not self]
             self._kept = {name: {} for name in self.names}
 
     def saved(self, manifest: Mapping[str, Any]) -> RowsAtSave | None:
@@ -68,11 +69,14 @@ class FrozenRows:
 
         The result is None if the save is not one of the last saves of these rows.
         """
-        return self.changes.saved(manifest["save"])
+        return self.changes.saves.get(manifest["save"])
 
     def remember(self, save: str, rows: RowsAtSave) -> None:
         """Remember the rows that a published save wrote."""
-        self.changes.remember(save, rows)
+        saves = self.changes.saves
+        saves[save] = rows
+        for old in list(saves)[:-_REMEMBERED]:
+            del saves[old]
 
     def copy_chunks(self, chunks: Array, keys: Iterable[Any] | None) -> None:
         """Copy chunks that were not read yet, before a write changes them.
@@ -238,6 +242,8 @@ class Changes:
 
     Attributes:
         exposed: whether a caller in this process may write without a mark.
+        frozen: the saves in progress.
+        saves: the rows of the last saves that this process has published, by the name of the save.
         reads: the gathers that run without the lock, for which each write waits; None if there are
             none.
 
@@ -282,7 +288,7 @@ class Changes:
         self._users: int | None = None  # references to the memory before a caller got a view
         self.exposed = False
         self.frozen: list[FrozenRows] = []
-        self._saves: dict[str, RowsAtSave] = {}
+        self.saves: dict[str, RowsAtSave] = {}
         self.reads: Any = None
 
     @property
@@ -413,20 +419,6 @@ class Changes:
         self._clock[0] += 1
         self.frozen.append(frozen)
         return frozen
-
-    def thaw(self, frozen: FrozenRows) -> None:
-        """End a save. The caller holds the lock."""
-        self.frozen = [other for other in self.frozen if other is not frozen]
-
-    def saved(self, save: str) -> RowsAtSave | None:
-        """Return the rows that a save wrote; None if it is not one of the last saves."""
-        return self._saves.get(save)
-
-    def remember(self, save: str, rows: RowsAtSave) -> None:
-        """Remember the rows that a published save wrote."""
-        self._saves[save] = rows
-        for old in list(self._saves)[:-_REMEMBERED]:
-            del self._saves[old]
 
 
 _BLOCK_BYTES = 64 * 2**20

@@ -400,10 +400,6 @@ class RowColumns(Protocol):
     def lanes(self) -> torch.Size:
         """The sizes of the dimensions between slot and row."""
 
-    @property
-    def order(self) -> Sequence[Path]:
-        """The paths of all columns."""
-
     def __getitem__(self, path: Path) -> torch.Tensor:
         """Return one column."""
 

@@ -158,11 +158,7 @@ def one_thread_in_children() -> None:
     threads.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_begin_alone)
-
-
-def _begin_alone() -> None:
-    torch.set_num_threads(1)
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 _CoreLock: Any = native.core.CommitLock
@@ -359,7 +355,6 @@ class ProcessRegistry(OpenFile):
     def __init__(self, path: Path) -> None:
         import fcntl
 
-        self.process = os.getpid()
         self._fd = open_to_lock(path, os.O_CREAT)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 

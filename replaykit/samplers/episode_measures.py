@@ -100,7 +100,7 @@ class EpisodeMasses(Anchors):
         where: Predicate | None = None,
         coverage: Coverage | None = None,
     ) -> None:
-        self.index, self.law, self.newest = index, law, None
+        self.index, self.law = index, law
         self.data = data = EpisodeData(index, tags)
         self.tags, self._base, self._coverage = tags, base, coverage
         # True if the mass of an episode depends on that episode alone.

@@ -555,7 +555,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         _, last, code, _ = index.episodes_at(time, lane)
         # Rows that are stored only for transforms are in no window.
         last = last - np.where(code == CONTINUES, request.law.open_future, 0)
-        return window.cut_from(time, last, lane)
+        return Cut(lane, time, np.minimum(time + window.length, last + 1))
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         if self.unit == "episode":

@@ -369,10 +369,6 @@ class Window:
         stop = np.minimum(start + self.length, found.base + found.rows)
         return Cut(found.lane, np.maximum(start, found.base), stop)
 
-    def cut_from(self, first: Array, last: Array, lane: Array) -> Cut:
-        """Return the rows of windows that start at ``first``, in episodes up to ``last``."""
-        return Cut(lane, first, np.minimum(first + self.length, last + 1))
-
     def lay_out(self, index: EpisodeIndex, cut: Cut) -> WindowRows:
         """Return the rows of windows one after another, each window in order of time."""
         if self.plain:

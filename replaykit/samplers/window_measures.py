@@ -170,6 +170,7 @@ class Anchors:
     Attributes:
         per_lane: number of windows of every lane, int64 ``[lanes]``.
         count: sum of ``per_lane``.
+        version: the version of the index.
 
     Cost: O(lanes) to create the object, and one search among episodes for every window. With
     ``newest``, ``PerTrajectory`` and ``PerTransition`` take O(newest * lanes).
@@ -179,7 +180,7 @@ class Anchors:
     """True if all windows are equally likely."""
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
-        self.index, self.law, self.newest = index, law, newest
+        self.index, self.law, self.newest, self.version = index, law, newest, index.version
         stored = index.totals(law, WINDOWS)
         self.per_lane = stored if newest is None else np.minimum(stored, newest)
         self.count = int(self.per_lane.sum())
