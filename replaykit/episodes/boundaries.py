@@ -523,7 +523,8 @@ class BoundColumns:
         # `terminated` shows whether an end was a termination, even if another flag marks the end.
         found = [path for path in end_flags(schema.leaves) if path[-1] == "terminated"]
         self.terminal = found[0] if found else None
-        self.paths = frozenset({*flags, *ids, init, self.terminal} - {None})
+        named = (*flags, *ids, init, self.terminal)
+        self.paths: frozenset[Path] = frozenset(path for path in named if path is not None)
 
 
 def _names(paths: tuple[Path, ...]) -> str:

@@ -142,7 +142,7 @@ class PrioritizedSampler(Sampler):
             within_buffer=self.max_priority_within_buffer,
         )
         self._beta = checked_number("beta", beta)
-        self._chosen: EligiblePriorities | None = None
+        self._chosen = EligiblePriorities()
         self._attached: weakref.ref[Storage] | None = None
 
     # -- drawing ------------------------------------------------------------------------------
@@ -224,8 +224,6 @@ class PrioritizedSampler(Sampler):
         ``chosen``: the episodes whose rows may be drawn; None for all.
         """
         table = self._table.follow(storage)
-        if self._chosen is None:
-            self._chosen = EligiblePriorities()
         return table, self._chosen.follow(table, index, law, chosen)
 
     # -- parameters ---------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class PrioritizedSampler(Sampler):
             ValueError: ``max_capacity`` is below the storage's ``max_size``; nothing has changed.
         """
         self.check_capacity(storage, storage.max_size)
-        self._attached, self._chosen = weakref.ref(storage), None
+        self._attached, self._chosen = weakref.ref(storage), EligiblePriorities()
         self._table.column = None
         self._table.restart()
         if len(storage):
@@ -542,7 +540,7 @@ class PrioritizedSampler(Sampler):
         self.dropped_updates = dropped
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_attached": None, "_chosen": None}
+        own: dict[str, Any] = {"_attached": None, "_chosen": EligiblePriorities()}
         is_spawning = multiprocessing.context.get_spawning_popen() is not None
         if is_spawning and (self.owner is not None or self._attached is not None):
             if self.owner is None or not self.owner.shared:
