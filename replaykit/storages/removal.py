@@ -39,22 +39,22 @@ def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
     """Return the index of the streams, up to date. The caller holds the lock.
 
     Raises:
-        RuntimeError: as ``check_oldest_first`` does.
+        RuntimeError: streams have lost other rows than their oldest ones.
     """
-    check_oldest_first(storage, name)
+    if not storage.ledger.oldest_first:
+        raise placed_rows(name)
     if storage.indexes.pending() or storage.indexes.loaded:
         storage._before_overwrite()
     return storage.episodes
 
 
-def check_oldest_first(storage: ColumnStorage, name: str) -> None:
-    """Raise RuntimeError if streams have lost other rows than their oldest ones."""
-    if not storage.ledger.oldest_first:
-        raise RuntimeError(
-            f"{name} expected stored rows of which each stream has lost only its oldest ones, got "
-            "rows that were placed, or written round the ring after a write by stream; call "
-            "empty() of the buffer first"
-        )
+def placed_rows(name: str) -> RuntimeError:
+    """Return the error for streams that have lost other rows than their oldest ones."""
+    return RuntimeError(
+        f"{name} expected stored rows of which each stream has lost only its oldest ones, got "
+        "rows that were placed, or written round the ring after a write by stream; call "
+        "empty() of the buffer first"
+    )
 
 
 def remove_oldest(storage: ColumnStorage, lanes: Array, counts: Array) -> None:

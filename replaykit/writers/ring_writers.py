@@ -19,7 +19,7 @@ from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_slots, check_no_hole
-from replaykit.storages.removal import check_oldest_first, check_removable
+from replaykit.storages.removal import check_removable, placed_rows
 from replaykit.ted import format_key
 from replaykit.writers.writer import (
     Writer,
@@ -284,7 +284,8 @@ class LaneWriter(Writer):
         if not storage.initialized:
             check_tensordicts(rows, self)
             return None
-        check_oldest_first(storage, f"a {type(self).__name__}")
+        if not storage.ledger.oldest_first:
+            raise placed_rows(f"a {type(self).__name__}")
         return storage.episodes
 
     def _targets(self, rows: Rows, index: EpisodeIndex | None) -> tuple[Array, bool]:

@@ -343,16 +343,19 @@ class Writer(Uncompiled, ABC):
         return {**self.__dict__, "_owner": None}
 
 
-def check_tensordicts(
-    rows: Rows, writer: Writer, kinds: Collection[str] = ("tensordict", "tensorclass")
-) -> None:
-    """Raise RuntimeError if rows are not TensorDicts, which a writer needs."""
+def check_tensordicts(rows: Rows, writer: Writer) -> None:
+    """Raise RuntimeError if rows are not TensorDicts, which a writer of streams needs."""
     root = rows.root
-    if not isinstance(root, Branch) or root.kind not in kinds:
-        raise RuntimeError(
-            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
-            f"TensorDicts, got {root}"
-        )
+    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+        raise no_tensordicts(writer, root)
+
+
+def no_tensordicts(writer: Writer, got: object) -> RuntimeError:
+    """Return the error for rows that are not TensorDicts."""
+    return RuntimeError(
+        f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
+        f"TensorDicts, got {got}"
+    )
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:
