@@ -203,7 +203,7 @@ class EarlySync:
             self._under_way = [
                 s for s in self._under_way if not s.done() or s.exception() is not None
             ]
-            self._under_way.append(self._pool.submit(_sync_file, path))
+            self._under_way.append(self._pool.submit(sync_file, path))
 
     def __enter__(self) -> EarlySync:
         return self
@@ -295,7 +295,8 @@ def _begin_writing(opened: Iterable[int]) -> None:
         begin(descriptor, 0, 0, _WRITE)
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Sync the content of a file; the system reports failures of earlier writes here."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with disk_errors(path, os.fstat(descriptor).st_size):

@@ -6,7 +6,7 @@ padded ``[E, T]`` with a ``mask``, as for sequence models. Values are only moved
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -197,11 +197,9 @@ def pad_collate(
         >>> batch["mask"].sum(1)
         tensor([2, 3])
     """
-    if layout not in ("padded", "jagged"):
-        raise ValueError(f'layout: expected "padded" or "jagged", got {layout!r}')
-    jagged = layout == "jagged"
-    pad_to = _length_argument("pad_to", pad_to)
-    multiple_of = _length_argument("multiple_of", multiple_of)
+    jagged = one_of("layout", layout, ("padded", "jagged")) == "jagged"
+    pad_to = None if pad_to is None else whole_number("pad_to", pad_to, 1)
+    multiple_of = None if multiple_of is None else whole_number("multiple_of", multiple_of, 1)
     if pad_to is not None and multiple_of is not None:
         raise ValueError(f"expected pad_to or multiple_of, not both; got {pad_to}, {multiple_of}")
     no_padding = pad_to is multiple_of is None and not isinstance(pad_value, Mapping)
@@ -237,17 +235,6 @@ def _unstacked(items: Any) -> Any:
     if is_tensordict(items) and items.batch_dims == 2:
         return items.unbind(0)
     return items
-
-
-def _length_argument(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    number = int(value)
-    if number < 1:
-        raise ValueError(f"{name}: expected at least 1, got {number}")
-    return number
 
 
 def _width(lengths: list[int], pad_to: int | None, multiple_of: int | None) -> int:
@@ -339,31 +326,31 @@ def find_ends(data: Any, end_keys: Any, traj_key: Any) -> torch.Tensor:
 def _end_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     if given is not None and not isinstance(given, (list, tuple)):
         raise TypeError(f"end_keys: expected a list of keys, got {given!r}")
+    keys: Iterable[Key] = map(unravel, given or ())
     if given is None:
         keys = end_flags([key for key in FLAG_KEYS if lookup(data, key) is not None])
-    else:
-        keys = tuple(map(unravel, given))
-    found = {key: lookup(data, key) for key in keys}
-    there = {key: value for key, value in found.items() if value is not None}
-    if given and not there:
-        raise KeyError(f"end_keys: expected one of {', '.join(map(format_key, found))}, got none")
-    return _only_tensors("end_keys", there)
+    keys = list(keys)
+    found = _columns(data, "end_keys", keys)
+    if given and not found:
+        raise KeyError(f"end_keys: expected one of {', '.join(map(format_key, keys))}, got none")
+    return found
 
 
 def _id_columns(data: Any, given: Any) -> dict[Key, torch.Tensor]:
     if given is None:
-        found = {key: lookup(data, key) for key in EPISODE_KEYS}
-        found = {key: value for key, value in found.items() if value is not None}
-        return _only_tensors("traj_key", found)
+        return _columns(data, "traj_key", EPISODE_KEYS)
     several = isinstance(given, list) or given == ()
-    found = {key: lookup(data, key) for key in map(unravel, given if several else [given])}
-    for key, value in found.items():
-        if value is None:
+    keys = [unravel(key) for key in (given if several else [given])]
+    found = _columns(data, "traj_key", keys)
+    for key in keys:
+        if key not in found:
             raise KeyError(f"traj_key: no key {format_key(key)}")
-    return _only_tensors("traj_key", found)
+    return found
 
 
-def _only_tensors(argument: str, found: dict[Key, Any]) -> dict[Key, torch.Tensor]:
+def _columns(data: Any, argument: str, keys: Iterable[Key]) -> dict[Key, torch.Tensor]:
+    """Return those of the columns that exist. Raises ValueError if one is not a tensor."""
+    found = {key: value for key in keys if (value := lookup(data, key)) is not None}
     for key, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
@@ -565,11 +552,8 @@ class MiniBatches:
     ) -> None:
         if not is_tensordict(rows) or rows.batch_dims < 2:
             raise TypeError(f"expected a TensorDict [lanes, T], got {type(rows).__name__}")
-        self.size = whole_number("size", size, 1)
-        self.length, self.epochs = (
-            whole_number("length", length, 1),
-            whole_number("epochs", epochs, 1),
-        )
+        self.size, self.length = whole_number("size", size, 1), whole_number("length", length, 1)
+        self.epochs = whole_number("epochs", epochs, 1)
         self.even, self.generator = bool(even), generator
         lanes, steps = rows.batch_size[:2]
         left = steps % length

@@ -32,12 +32,12 @@ from replaykit.storages import (
     TensorStorage,
 )
 from replaykit.storages.content import Content
+from replaykit.storages.removal import check_removable
 from replaykit.storages.restorable import why_not_mapped
 from replaykit.ted import format_key
 from replaykit.transforms import Compose, Windows
 from replaykit.transforms.history import needs_of
 from replaykit.writers import RoundRobinWriter, Writer
-from replaykit.writers.ring_writers import check_lane_key
 
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
@@ -528,7 +528,7 @@ def check_shareable(storage: Storage, writer: Writer, sampler: Sampler) -> None:
             f"{type(writer).__name__}, whose order is known to one process only"
         )
     if writer.kind in ("lanes", "episodes"):
-        check_lane_key(storage, writer)
+        check_removable(storage, f"a {type(writer).__name__}")
     if sampler.consumes:
         raise ValueError(
             f"expected a {type(sampler).__name__} without shared=True: each process would count "

@@ -25,7 +25,7 @@ from replaykit.pace import checked_timeout
 from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of, unravel_index
 from replaykit.storages.removal import check_removable, named_lanes, remove_oldest, stream_index
-from replaykit.storages.taken_rows import StreamQueues, row_ids, take_elements, taken
+from replaykit.storages.taken_rows import any_taken, row_ids, take_elements, taken
 
 if TYPE_CHECKING:
     from replaykit.buffer.replay_buffer import ReplayBuffer
@@ -133,6 +133,85 @@ def remove_stream_rows(
         rewind(buffer)
         remove_oldest(storage, lanes[kept], counts[kept])
         return int(counts.sum())
+
+
+class StreamQueues:
+    """The streams of a storage as queues, of which each has a prefix of taken rows.
+
+    The streams are those of a ``lane_key``, the lanes of ``ndim > 1``, or all rows as one stream.
+    The caller holds the lock.
+
+    Attributes:
+        sizes: the number of stored rows of each stream, int64 ``[streams]``.
+
+    Raises:
+        RuntimeError: the storage has a ``lane_key``, and rows were placed by hand.
+    """
+
+    def __init__(self, storage: ColumnStorage, name: str) -> None:
+        self._storage, ledger = storage, storage.ledger
+        self._index = None
+        if storage.lane_key is not None and ledger.length:
+            self._index = stream_index(storage, name)
+            self.sizes = self._index.sizes()
+            return
+        lanes = 0 if storage.lane_key is not None or not ledger.length else storage.lanes.numel()
+        self.sizes = np.full(lanes, ledger.length)
+        self._order = None if ledger.in_order else ledger.write_order().numpy()
+
+    @property
+    def written(self) -> Array:
+        """The number of rows that each stream got since it was indexed, int64 ``[streams]``."""
+        if self._index is None:
+            return self.sizes
+        _, until = self._index.bounds(np.arange(len(self.sizes)))
+        return np.asarray(until)
+
+    def named(self, lane: Any) -> Array:
+        """Return the numbers of streams, int64 ``[K]``, in the given order.
+
+        None is for all lanes, or for the streams with rows that were not taken.
+
+        Raises:
+            IndexError: a stream has no stored rows.
+            ValueError: a stream is named twice.
+        """
+        storage = self._storage
+        if lane is None:
+            every = np.arange(len(self.sizes))
+            return every if self._index is None else every[self.sizes > self.taken(every)]
+        keys = np.atleast_1d(np.asarray(lane))
+        if storage.lane_key is None:
+            storage.lanes_named(lane)
+            if len(np.unique(keys)) < len(keys):
+                raise ValueError(f"expected each lane once, got {keys.tolist()}")
+            return keys.astype(np.int64)
+        if self._index is None:
+            raise IndexError(f"expected streams with stored rows, got {keys.tolist()}")
+        chosen = named_lanes(storage, self._index, lane)
+        return chosen[np.argsort(np.argsort(keys, kind="stable"), kind="stable")]
+
+    def elements(self, lanes: Array, number: Array) -> Array:
+        """Return the elements of rows, given streams and the rows' ages, 0 for the oldest row."""
+        if self._index is not None:
+            return self._index.element(self._index.bounds(lanes)[0] + number, lanes)
+        ledger = self._storage.ledger
+        if self._order is None:
+            slot = (ledger.cursor - ledger.length + number) % ledger.slots
+        else:
+            slot = self._order[number]
+        return np.asarray(slot * self._storage.lanes.numel() + lanes)
+
+    def taken(self, lanes: Array) -> Array:
+        """Return how many rows of streams were taken, int64 ``[K]``. Cost: O(K log rows)."""
+        low, high = np.zeros(len(lanes), np.int64), self.sizes[lanes].copy()
+        if not any_taken(self._storage):
+            return low
+        while (left := np.flatnonzero(low < high)).size:
+            middle = (low[left] + high[left]) // 2
+            gone = taken(self._storage, self.elements(lanes[left], middle))
+            low[left[gone]], high[left[~gone]] = middle[gone] + 1, middle[~gone]
+        return low
 
 
 _PAUSES = (0.0005, 0.001, 0.002, 0.005)

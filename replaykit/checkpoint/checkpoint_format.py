@@ -281,10 +281,8 @@ _VERSIONED = re.compile(r"manifest-([0-9]{1,15})\.json")
 _DATA_FILE = re.compile(r"data-[0-9a-f]{12}-[0-9]{5,}\.bin")
 _CHECKSUM = re.compile(r', "crc32": ([0-9]{1,10})\}\Z')
 
-
-def _are_data_files(names: Any) -> bool:
-    # Allow only names that a save makes, so that no file outside the directory is ever opened.
-    return all(map(_DATA_FILE.fullmatch, names))
+# Allow only names that a save makes, so that no file outside the directory is ever opened.
+_DATA_FILES = Rule("of data files", lambda names: all(map(_DATA_FILE.fullmatch, names)))
 
 
 @dataclass(frozen=True)
@@ -299,7 +297,7 @@ class _FileRecord:
 class _Manifest:
     """The entries of every manifest."""
 
-    files: Annotated[dict[str, _FileRecord], Rule("of data files", _are_data_files)]
+    files: Annotated[dict[str, _FileRecord], _DATA_FILES]
     tensors: dict[str, Any]
     parts: dict[str, Any]
     save: str

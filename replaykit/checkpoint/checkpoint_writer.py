@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,11 +34,10 @@ from replaykit.checkpoint.chunks import (
     chunk_bytes,
     naming,
     rows_of_pages,
-    runs,
 )
-from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave, TrackedTensor
+from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave, TrackedTensor, runs
 from replaykit.declared import Positive, read_value
-from replaykit.filesystem import EarlySync, make_directory
+from replaykit.filesystem import EarlySync, make_directory, sync_file
 from replaykit.interrupts import check, deferred
 from replaykit.structure import raw_bytes
 
@@ -200,7 +199,8 @@ def _save(snapshot: Snapshot, base: Base, keep: int) -> None:
                 tensors.update(records)
                 saved.append((frozen, records))
             writer.finish()
-            _sync(folder / name for name in writer.files)
+            with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+                list(pool.map(_sync, [folder / name for name in writer.files]))
             named = {p[0] for record in tensors.values() for p in record["pieces"]}
             old = {} if base.manifest is None else base.manifest["files"]
             manifest = {
@@ -295,24 +295,9 @@ def _record(
     }
 
 
-def _sync(files: Iterable[Path]) -> None:
-    """Make files durable; the system reports failures of earlier writes here."""
-
-    def sync(file: Path) -> None:
-        with naming(file):
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-    files = list(files)
-    if len(files) < 2:
-        for file in files:
-            sync(file)
-        return
-    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        list(pool.map(sync, files))
+def _sync(file: Path) -> None:
+    with naming(file):
+        sync_file(file)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from replaykit._compat import dtype_name
 from replaykit.checkpoint.checkpoint_format import read_base
-from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave
+from replaykit.checkpoint.dirty_chunks import FrozenRows, RowsAtSave, runs
 from replaykit.filesystem import disk_errors
 from replaykit.native import crc32
 from replaykit.structure import raw_bytes
@@ -91,19 +91,6 @@ class Pieces:
         for piece in self.pieces:
             total[piece.file] = total.get(piece.file, 0) + piece.rows * self.row_bytes
         return total
-
-
-def runs(chosen: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-    """Return the runs of True in bool ``[n]`` as ``(first, stop)``.
-
-    Example:
-        >>> import numpy as np
-        >>> from replaykit.checkpoint.chunks import runs
-        >>> runs(np.array([True, True, False, True]))
-        [(0, 2), (3, 4)]
-    """
-    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
-    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 
 
 def files_to_leave(live: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +60,8 @@ class FrozenRows:
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.changes.thaw(self)
+            changes = self.changes
+            changes.frozen = [other for other in changes.frozen if other is not self]
             self._kept = {name: {} for name in self.names}
 
     def saved(self, manifest: Mapping[str, Any]) -> RowsAtSave | None:
@@ -69,11 +69,14 @@ class FrozenRows:
 
         The result is None if the save is not one of the last saves of these rows.
         """
-        return self.changes.saved(manifest["save"])
+        return self.changes.saves.get(manifest["save"])
 
     def remember(self, save: str, rows: RowsAtSave) -> None:
         """Remember the rows that a published save wrote."""
-        self.changes.remember(save, rows)
+        saves = self.changes.saves
+        saves[save] = rows
+        for old in list(saves)[:-_REMEMBERED]:
+            del saves[old]
 
     def copy_chunks(self, chunks: Array, keys: Iterable[Any] | None) -> None:
         """Copy chunks that were not read yet, before a write changes them.
@@ -138,20 +141,13 @@ class FrozenRows:
 
         A span has at least one row.
         """
-        step = max(1, nbytes // max(self.row_bytes[name], 1))
-        if step >= self.changes.chunk:
-            step -= step % self.changes.chunk
-        else:  # each span is a part of one chunk
-            starts = range(first - first % self.changes.chunk, stop, self.changes.chunk)
-            cuts = [
-                at
-                for start in starts
-                for at in range(start, min(start + self.changes.chunk, stop), step)
-            ]
-            yield from itertools.pairwise([*(at for at in cuts if at >= first), stop])
-            return
-        for start in range(first, stop, step):
-            yield start, min(start + step, stop)
+        chunk, step = self.changes.chunk, max(1, nbytes // max(self.row_bytes[name], 1))
+        while first < stop:
+            until = (first + step) // chunk * chunk
+            if until <= first:  # the span is a part of one chunk
+                until = first + step
+            yield first, min(until, stop)
+            first = until
 
 
 def blank(rows: torch.Tensor, padding: int) -> None:
@@ -179,6 +175,19 @@ def copy_rows(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
     else:
         np.copyto(out.view(words).numpy(), source.detach().view(words).numpy())
+
+
+def runs(chosen: Array) -> list[tuple[int, int]]:
+    """Return the runs of True in bool ``[n]`` as ``(first, stop)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from replaykit.checkpoint.dirty_chunks import runs
+        >>> runs(np.array([True, True, False, True]))
+        [(0, 2), (3, 4)]
+    """
+    edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
+    return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 
 
 _MOST_CHUNKS = 4096
@@ -233,6 +242,8 @@ class Changes:
 
     Attributes:
         exposed: whether a caller in this process may write without a mark.
+        frozen: the saves in progress.
+        saves: the rows of the last saves that this process has published, by the name of the save.
         reads: the gathers that run without the lock, for which each write waits; None if there are
             none.
 
@@ -277,7 +288,7 @@ class Changes:
         self._users: int | None = None  # references to the memory before a caller got a view
         self.exposed = False
         self.frozen: list[FrozenRows] = []
-        self._saves: dict[str, RowsAtSave] = {}
+        self.saves: dict[str, RowsAtSave] = {}
         self.reads: Any = None
 
     @property
@@ -409,20 +420,6 @@ class Changes:
         self.frozen.append(frozen)
         return frozen
 
-    def thaw(self, frozen: FrozenRows) -> None:
-        """End a save. The caller holds the lock."""
-        self.frozen = [other for other in self.frozen if other is not frozen]
-
-    def saved(self, save: str) -> RowsAtSave | None:
-        """Return the rows that a save wrote; None if it is not one of the last saves."""
-        return self._saves.get(save)
-
-    def remember(self, save: str, rows: RowsAtSave) -> None:
-        """Remember the rows that a published save wrote."""
-        self._saves[save] = rows
-        for old in list(self._saves)[:-_REMEMBERED]:
-            del self._saves[old]
-
 
 _BLOCK_BYTES = 64 * 2**20
 """Bytes of a copied piece, which is released when all of it has been read."""
@@ -486,18 +483,16 @@ class CopiedRows(FrozenRows):
             if tracked.check is not None:
                 tracked.check()
             step = max(1, _BLOCK_BYTES // max(1, size * self.row_bytes[name]))
-            numbers = self._left[name].nonzero()[0]
-            breaks = (np.diff(numbers) > 1).nonzero()[0] + 1
-            for run in np.split(numbers, breaks):
-                for at in range(0, len(run), step):
-                    some = run[at : at + step]
-                    first, stop = int(some[0]) * size, min((int(some[-1]) + 1) * size, self.rows)
+            for begin, end in runs(self._left[name]):
+                for at in range(begin, end, step):
+                    some = range(at, min(at + step, end))
+                    first, stop = at * size, min(some.stop * size, self.rows)
                     source = tracked.tensor[first:stop]
                     rows = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                     copy_rows(rows, source)
                     if tracked.padding:
                         blank(rows, tracked.padding)
-                    copies.update(dict.fromkeys(some.tolist(), (first, rows)))
+                    copies.update(dict.fromkeys(some, (first, rows)))
             self._copies[name] = copies
         # A view that this object kept would count as a view that a caller may write to.
         self.tensors = {

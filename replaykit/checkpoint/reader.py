@@ -268,7 +268,7 @@ class Checkpoint:
         for file, *_ in self.manifest["tensors"][tensor]["pieces"]:
             if file in self._checks:
                 self._checked(file)
-        return copied(self._mapped(tensor))
+        return copied(map_tensor(self.manifest["tensors"][tensor], self._mappings))
 
     def _checked(self, name: str) -> None:
         """Wait until a file is checked, or check it here if no thread has begun.
@@ -392,9 +392,6 @@ class MappedCheckpoint(Checkpoint):
             return rows
         places = [(self._descriptors[file], offset) for file, offset, _ in record["pieces"]]
         return MappedRows(pieces, places, self.folder, [file for file, *_ in record["pieces"]])
-
-    def _copied(self, tensor: str) -> torch.Tensor:
-        return copied(map_tensor(self.manifest["tensors"][tensor], self._mappings))
 
     def close(self) -> None:
         """Release the files; tensors that map them stay valid."""

@@ -179,8 +179,10 @@ class CountLaw:
         intact: True if only episodes that are stored from their reset on have windows.
 
     Example:
+        >>> import numpy as np
         >>> from replaykit.episodes import CountLaw
-        >>> [CountLaw.strict(3).count(n) for n in (2, 3, 9)]
+        >>> rows, yes, no = np.array([2, 3, 9]), np.array(True), np.array(False)
+        >>> CountLaw.strict(3).counts(rows, reset=yes, is_open=no)[0].tolist()
         [0, 1, 7]
     """
 
@@ -196,16 +198,6 @@ class CountLaw:
     def strict(cls, length: int) -> CountLaw:
         """Return the law for windows of ``length`` rows inside their episode."""
         return cls(length, 1 - length)
-
-    def count(self, rows: int, *, reset: bool = True, is_open: bool = False) -> int:
-        """Return the number of windows of one episode. ``counts`` is for many episodes."""
-        if (self.closed and is_open) or (self.intact and not reset):
-            return 0
-        rows -= 0 if reset else self.past
-        rows -= self.open_future if is_open else 0
-        if rows < 1:
-            return 0
-        return max(0, rows + self.add) if rows >= self.least else self.below
 
     def counts(self, stored: Array, reset: Array, is_open: Array) -> tuple[Array, Array, Array]:
         """Return the window counts of many episodes.
@@ -408,10 +400,6 @@ class RowColumns(Protocol):
     def lanes(self) -> torch.Size:
         """The sizes of the dimensions between slot and row."""
 
-    @property
-    def order(self) -> Sequence[Path]:
-        """The paths of all columns."""
-
     def __getitem__(self, path: Path) -> torch.Tensor:
         """Return one column."""
 
@@ -499,7 +487,8 @@ class BoundaryRule:
                 f"expected one of {_names(self.flags)} as flag of ends, got the columns "
                 f"{_names(tuple(stored))}"
             )
-        ids = [path for path in _or_default(self.ids, EPISODE_KEYS) if path in stored]
+        wanted = EPISODE_KEYS if self.ids is None else self.ids
+        ids = [path for path in wanted if path in stored]
         if self.ids and len(ids) < len(self.ids):
             missing = tuple(path for path in self.ids if path not in stored)
             raise KeyError(
@@ -534,16 +523,11 @@ class BoundColumns:
         self, flags: tuple[Path, ...], ids: tuple[Path, ...], init: Path | None, schema: Schema
     ) -> None:
         self.flags, self.ids, self.init = flags, ids, init
-        self.paths = frozenset((*flags, *ids, *(() if init is None else (init,))))
         # `terminated` shows whether an end was a termination, even if another flag marks the end.
         found = [path for path in end_flags(schema.leaves) if path[-1] == "terminated"]
         self.terminal = found[0] if found else None
-        if self.terminal is not None:
-            self.paths |= {self.terminal}
-
-
-def _or_default(given: tuple[Path, ...] | None, default: tuple[Path, ...]) -> tuple[Path, ...]:
-    return default if given is None else given
+        named = (*flags, *ids, init, self.terminal)
+        self.paths: frozenset[Path] = frozenset(path for path in named if path is not None)
 
 
 def _names(paths: tuple[Path, ...]) -> str:

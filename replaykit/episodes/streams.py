@@ -41,7 +41,7 @@ def key_dtype(shape: Sequence[int], dtype: torch.dtype) -> Any:
         (<class 'numpy.int64'>, 'S8')
     """
     small = math.prod(shape) == 1 and not dtype.is_floating_point and not dtype.is_complex
-    return np.int64 if small else f"S{max(1, cell_bytes(shape, dtype))}"
+    return np.int64 if small else f"S{max(1, math.prod(shape) * dtype.itemsize)}"
 
 
 def stream_keys(values: torch.Tensor) -> Array:
@@ -66,11 +66,6 @@ def stream_keys(values: torch.Tensor) -> Array:
     if not cells.shape[1]:
         return np.zeros(len(cells), dtype)
     return np.ascontiguousarray(cells).view(dtype).reshape(-1)
-
-
-def cell_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the size of one value of a column in bytes."""
-    return math.prod(shape) * dtype.itemsize
 
 
 class ColumnReader:

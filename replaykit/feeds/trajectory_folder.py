@@ -627,12 +627,8 @@ def end_episodes(buffer: ReplayBuffer[Any, Any, Any, Any], lanes: list[Any], res
         return  # such a storage has no episodes
     buffer.flush()
     # A restart with rows that transforms hold back would remove a cut before a reset.
-    reset = reset and not _holds_rows(buffer)
+    entries = buffer.transform.entries
+    reset = reset and not any(callable(getattr(e.transform, "flush", None)) for e in entries)
     for lane in lanes:
         with buffer._locked() as storage, suppress(IndexError):  # no row of it is stored
             storage.cut(storage.lanes_named(lane), reset=reset)
-
-
-def _holds_rows(buffer: ReplayBuffer[Any, Any, Any, Any]) -> bool:
-    """Return whether a transform of the buffer may hold back rows."""
-    return any(callable(getattr(e.transform, "flush", None)) for e in buffer.transform.entries)

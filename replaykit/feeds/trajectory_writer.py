@@ -346,16 +346,16 @@ class TrajectoryWriter:
                 lane.rows += stop - first
                 first = stop
                 if codes[first - 1]:
-                    self._finish(lane, _TAILS[codes[first - 1]])
-                    lane.step, lane.head = 0, "reset"
+                    self._sever(lane, _TAILS[codes[first - 1]])
                 elif lane.rows == lane.limit:
                     self._finish(lane, "cut")
             if until < count and begins[until]:
                 self._sever(lane)
 
-    def _sever(self, lane: _LaneRows) -> None:
+    def _sever(self, lane: _LaneRows, tail: str = "cut") -> None:
+        """Finish the chunk of a lane, whose next row follows a reset."""
         if lane.rows:
-            self._finish(lane, "cut")
+            self._finish(lane, tail)
         lane.step, lane.head = 0, "reset"
 
     def _finish(self, lane: _LaneRows, tail: str) -> None:

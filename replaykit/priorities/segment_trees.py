@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from replaykit import native
 from replaykit._compat import Uncompiled, as_tensor
 from replaykit.errors import EmptyDistributionError
 from replaykit.keywords import checked_keywords
 from replaykit.priorities.tree_kernels import (
+    Extreme,
     Operation,
+    Sum,
     TorchKernel,
     allocate,
     as_index,
@@ -24,8 +27,6 @@ from replaykit.priorities.tree_kernels import (
     as_values,
     chosen_kernel,
     levels_of,
-    native_view,
-    operation_of,
     refuse,
     refuse_query,
     refuse_range,
@@ -90,12 +91,14 @@ class SegmentTree(Uncompiled):
         device = torch.device(device)
         if device.type == "mps":
             raise NotImplementedError("expected a device that has float64, got mps")
-        self._operation: Operation = operation_of(self._operation_name, dtype, capacity)
+        name = self._operation_name
+        operation = Sum(dtype, capacity) if name == "sum" else Extreme(dtype, name)
+        self._operation: Operation = operation
         self._levels = levels_of(capacity)
         self._kernel_name = chosen_kernel(device)
-        leaves, nodes = allocate(self._levels, dtype, self._operation.inner, device)
-        leaves.fill_(self._operation.identity)
-        nodes.fill_(self._operation.identity)
+        leaves, nodes = allocate(self._levels, dtype, operation.inner, device)
+        leaves.fill_(operation.identity)
+        nodes.fill_(operation.identity)
         self._leaves, self._nodes = leaves[:capacity], nodes
         self._device = leaves.device
         self._capacity = capacity
@@ -106,10 +109,11 @@ class SegmentTree(Uncompiled):
         self.native_view: Any = None
         self._torch: TorchKernel | None = None
         if self._kernel_name == "torch":
-            self._torch = TorchKernel(self._operation, self._levels, leaves, nodes)
+            self._torch = TorchKernel(operation, self._levels, leaves, nodes)
         else:
-            self.native_view = native_view(
-                self._kernel_name, self._operation, self._levels, leaves, nodes
+            addresses = leaves.data_ptr(), nodes.data_ptr()
+            self.native_view = native.core.SegmentTree(
+                name, dtype is _FLOAT64, self._kernel_name, *addresses, capacity
             )
 
     # -- properties -------------------------------------------------------------------------------

@@ -178,11 +178,6 @@ Operation: TypeAlias = Sum | Extreme
 """The computation of leaves and nodes; ``name`` is its name in the native kernel."""
 
 
-def operation_of(name: str, leaf: torch.dtype, capacity: int) -> Operation:
-    """Return the operation with the name ``sum``, ``min`` or ``max``."""
-    return Sum(leaf, capacity) if name == "sum" else Extreme(leaf, name)
-
-
 _AS_THEY_ARE = (torch.float32, torch.float64)
 
 
@@ -291,24 +286,6 @@ def chosen_kernel(device: torch.device) -> str:
             f"{', '.join(there)}, got {wanted}"
         )
     return wanted
-
-
-def native_view(
-    name: str,
-    operation: Operation,
-    levels: Levels,
-    leaves: torch.Tensor,
-    nodes: torch.Tensor,
-) -> Any:
-    """Return the compiled kernel for this memory, which the caller keeps alive."""
-    return native.core.SegmentTree(
-        operation.name,
-        operation.leaf == torch.float64,
-        name,
-        leaves.data_ptr(),
-        nodes.data_ptr(),
-        levels.capacity,
-    )
 
 
 _LAST = math.nextafter(1.0, 0.0)

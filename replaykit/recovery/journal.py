@@ -215,10 +215,6 @@ class Journal:
         head = self._head
         return head[_USED] if head[_SEQUENCE] == sequence else 0
 
-    def pending(self, sequence: int) -> bool:
-        """Return whether an operation has entries."""
-        return self.used(sequence) > 0
-
     def undo(self, sequence: int, targets: Mapping[int, Array], since: int = 0) -> bool:
         """Restore the old rows of an operation, the latest entry first.
 

@@ -55,16 +55,11 @@ def is_held(path: Path) -> bool:
         FileNotFoundError: there is no such file.
         OSError: the system cannot check the lock.
     """
-    import fcntl
-
     fd = open_to_lock(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _taken(fd)
     finally:
         os.close(fd)
-    return False
 
 
 _held: weakref.WeakSet[OpenFile] | None = None
@@ -134,6 +129,7 @@ def _drop_all() -> None:
 
 
 def _taken(fd: int) -> bool:
+    """Lock an open file, and return whether that was possible."""
     locks: Any
     try:
         import fcntl as locks
@@ -162,11 +158,7 @@ def one_thread_in_children() -> None:
     threads.
     """
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_begin_alone)
-
-
-def _begin_alone() -> None:
-    torch.set_num_threads(1)
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 _CoreLock: Any = native.core.CommitLock
@@ -257,7 +249,7 @@ class SharedLock(OpenFile, _CoreLock):
         self._enter, self._commit = enter, commit
         self._flock: Callable[[int, int], Any] = fcntl.flock
         self._take, self._try = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        self._fd = open_to_lock(path, os.O_CREAT)
         # If a forked child kept the file open, it would hold the lock after this process has died.
         drop_in_children(self)
 
@@ -317,19 +309,14 @@ class Seat(OpenFile):
     MOST = 1 << 12
 
     def __init__(self, folder: Path) -> None:
-        import fcntl
-
         self._folder = folder
         for number in range(self.MOST):
             self._fd = open_to_lock(self._file(number), os.O_CREAT)
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.drop()
-                continue
-            self.number = number
-            drop_in_children(self)
-            return
+            if _taken(self._fd):
+                self.number = number
+                drop_in_children(self)
+                return
+            self.drop()
         raise RuntimeError(f"expected at most {self.MOST} processes that share a buffer")
 
     def empty(self, number: int) -> bool:
@@ -368,7 +355,6 @@ class ProcessRegistry(OpenFile):
     def __init__(self, path: Path) -> None:
         import fcntl
 
-        self.process = os.getpid()
         self._fd = open_to_lock(path, os.O_CREAT)
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
@@ -446,8 +432,6 @@ class GivenViews(OpenFile):
 
         This removes the files of dead processes. Cost: a listing of the folder.
         """
-        import fcntl
-
         found = False
         own = None if self._path is None else self._path.name
         with os.scandir(self._folder) as entries:
@@ -456,11 +440,11 @@ class GivenViews(OpenFile):
             if name == own:
                 continue
             found, path = True, self._folder / name
-            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            with contextlib.suppress(FileNotFoundError):
                 fd = open_to_lock(path)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    if _taken(fd):
+                        path.unlink()
                 finally:
                     os.close(fd)
         return found

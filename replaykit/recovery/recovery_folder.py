@@ -19,7 +19,7 @@ import numpy as np
 from replaykit import native
 from replaykit._version import __version__
 from replaykit.errors import CheckpointError
-from replaykit.filesystem import make_directory, replace_file, sync_directory
+from replaykit.filesystem import make_directory, replace_file, sync_directory, sync_file
 from replaykit.recovery.journal import Journal, MappedFile, States
 from replaykit.recovery.locks import Exclusive, is_held
 
@@ -389,7 +389,7 @@ class RecoveryFolder:
         self._more = [*self._more, *fresh]
         if self.durable:  # the journal may name rows of the files before a commit syncs them
             for file in self._more:
-                _sync_file(file)
+                sync_file(file)
             for folder in {above for file in fresh for above in self._folders_of(file)}:
                 sync_directory(folder)
 
@@ -541,7 +541,7 @@ class RecoveryFolder:
         Returns:
             Whether there were any changes.
         """
-        if self.shared and self.journal.pending(self._next):
+        if self.shared and self.journal.used(self._next):
             self._map_all()
         found = self.journal.undo(self._next, self._targets, since)
         if found:
@@ -566,15 +566,7 @@ class RecoveryFolder:
         for file, _ in self._tables.values():
             file.sync()
         for path in self._more:
-            _sync_file(path)
-
-
-def _sync_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_file(path)
 
 
 def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
@@ -593,21 +585,24 @@ def who_uses(scratch_dir: Path, own: Path | None = None) -> str | None:
         ...     print(who_uses(Path(folder)))
         None
     """
-    if _sharing(scratch_dir, own):
-        return "processes that share its rows"
-    recoverable = scratch_dir / RECOVERABLE
-    if recoverable != own and recoverable.is_dir():
-        try:
-            Exclusive(recoverable / LOCK).drop()
-        except BlockingIOError:
-            return "another process, or another storage of this one, which recovers its rows"
-    return None
+    user, held = _user_or_lock(scratch_dir, own)
+    if held is not None:
+        held.drop()
+    return user
 
 
-def _sharing(scratch_dir: Path, own: Path | None) -> bool:
-    """Return whether processes share the rows in a folder."""
+def _user_or_lock(scratch_dir: Path, own: Path | None) -> tuple[str | None, Exclusive | None]:
+    """Return a description of the users of the rows; without users, lock their recovery."""
     homes = [scratch_dir / name for name in (SHARED, RECOVERABLE)]
-    return any(home != own and is_shared(home) for home in homes)
+    if any(home != own and is_shared(home) for home in homes):
+        return "processes that share its rows", None
+    recoverable = scratch_dir / RECOVERABLE
+    if recoverable == own or not recoverable.is_dir():
+        return None, None
+    try:
+        return None, Exclusive(recoverable / LOCK)
+    except BlockingIOError:
+        return "another process, or another storage of this one, which recovers its rows", None
 
 
 def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
@@ -633,18 +628,12 @@ def give_up_rows(scratch_dir: Path, own: Path | None = None) -> None:
         ...     print(RecoveryFolder(Path(folder)).manifest())
         None
     """
-    if _sharing(scratch_dir, own):
-        raise RuntimeError(f"{scratch_dir} is in use by processes that share its rows")
-    recoverable = scratch_dir / RECOVERABLE
-    if recoverable == own or not recoverable.is_dir():
+    user, held = _user_or_lock(scratch_dir, own)
+    if user is not None:
+        raise RuntimeError(f"{scratch_dir} is in use by {user}")
+    if held is None:
         return
-    try:
-        held = Exclusive(recoverable / LOCK)
-    except BlockingIOError:
-        raise RuntimeError(
-            f"{scratch_dir} is in use by another process, or by another storage of this one, which "
-            "recovers its rows"
-        ) from None
+    recoverable = scratch_dir / RECOVERABLE
     try:
         for name in (MANIFEST, MAKING, DESCRIPTION):
             (recoverable / name).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords, one_of, whole_number
 from replaykit.samplers.priority_rules import stored_elements
 from replaykit.samplers.sampler import Int64s, Sampler, made_of_saved, require_rows
-from replaykit.samplers.window_measures import integers
+from replaykit.samplers.window_measures import integers, permutation
 from replaykit.storages import Storage
 from replaykit.storages.indexing import rising
 
@@ -275,7 +275,6 @@ class ConsumingSampler(Sampler):
         self.order = one_of("order", order, ("random", "age"))
         self._most = whole_number("max_sample_count", max_sample_count, 1)
         self._slots = LiveSlots()
-        # The ledger's count of clears when last read; None: not read yet.
         # The place in the storage's log that the slots have followed; None after a load.
         self._seen: tuple[int, int] | None = None
 
@@ -433,9 +432,7 @@ def _distinct(limit: int, count: int, generator: torch.Generator | None) -> Arra
     Independent draws without their repetitions have this distribution. Cost: O(count).
     """
     if 4 * count >= limit:
-        device = "cpu" if generator is None else generator.device
-        order = torch.randperm(limit, generator=generator, device=device)
-        return np.asarray(order[:count].cpu().numpy())
+        return permutation(limit, generator)[:count]
     drawn = np.empty(0, np.int64)
     while len(drawn) < count:
         drawn = np.concatenate([drawn, integers(limit, count, generator)])

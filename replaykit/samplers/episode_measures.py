@@ -100,7 +100,7 @@ class EpisodeMasses(Anchors):
         where: Predicate | None = None,
         coverage: Coverage | None = None,
     ) -> None:
-        self.index, self.law, self.newest = index, law, None
+        self.index, self.law = index, law
         self.data = data = EpisodeData(index, tags)
         self.tags, self._base, self._coverage = tags, base, coverage
         # True if the mass of an episode depends on that episode alone.
@@ -295,9 +295,6 @@ class EpisodeMasses(Anchors):
         found, _ = self._tree.find(torch.from_numpy(turn % every + 0.5))
         windows = self.windows(found.numpy(), np.zeros(count, np.int64))
         return windows, int(turn[-1]) // every, int(self._drawn_facts[4, -1])
-
-    def independent(self, count: int, generator: torch.Generator | None) -> Found:
-        return self.at(uniform(count, generator))
 
     def rows(
         self, count: int, length: int, generator: torch.Generator | None

@@ -30,7 +30,7 @@ from replaykit.samplers.priority_rules import (
 )
 from replaykit.samplers.priority_table import PriorityTable
 from replaykit.samplers.sampler import Sampler, as_drawn, require_rows
-from replaykit.samplers.window_measures import SINGLE, index_for, refuse_nothing
+from replaykit.samplers.window_measures import index_for, refuse_nothing
 from replaykit.storages import Storage
 from replaykit.storages.commit_state import CommittedPriorities, PriorityColumn
 from replaykit.transfer import put_on
@@ -142,7 +142,7 @@ class PrioritizedSampler(Sampler):
             within_buffer=self.max_priority_within_buffer,
         )
         self._beta = checked_number("beta", beta)
-        self._chosen: EligiblePriorities | None = None
+        self._chosen = EligiblePriorities()
         self._attached: weakref.ref[Storage] | None = None
 
     # -- drawing ------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class PrioritizedSampler(Sampler):
 
     def _among_eligible(self, storage: Storage) -> tuple[PriorityTable, SumSegmentTree]:
         """Return the table, and a tree of the rows that are eligible for the transforms."""
-        index, law = index_for(storage), SINGLE.needing(self.needs)
+        index, law = index_for(storage), self.needs.single
         table, sums = self._eligible(storage, index, law)
         # Reading a sum on a device waits for it. The episode index is known here.
         if table.device.type == "cpu" and sums.total > 0:
@@ -224,8 +224,6 @@ class PrioritizedSampler(Sampler):
         ``chosen``: the episodes whose rows may be drawn; None for all.
         """
         table = self._table.follow(storage)
-        if self._chosen is None:
-            self._chosen = EligiblePriorities()
         return table, self._chosen.follow(table, index, law, chosen)
 
     # -- parameters ---------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class PrioritizedSampler(Sampler):
             ValueError: ``max_capacity`` is below the storage's ``max_size``; nothing has changed.
         """
         self.check_capacity(storage, storage.max_size)
-        self._attached, self._chosen = weakref.ref(storage), None
+        self._attached, self._chosen = weakref.ref(storage), EligiblePriorities()
         self._table.column = None
         self._table.restart()
         if len(storage):
@@ -440,9 +438,8 @@ class PrioritizedSampler(Sampler):
 
     def state_to_save(self, storage: Storage) -> dict[str, Any]:
         # A custom state_dict may change the priorities, so it gets a copy.
-        if type(self).state_dict is not PrioritizedSampler.state_dict:
-            return self.state_dict()
-        if self._home(None) is not storage:
+        custom = type(self).state_dict is not PrioritizedSampler.state_dict
+        if custom or self._home(None) is not storage:
             return self.state_dict()
         tracked = self._table.follow(storage).tracked()
         if storage.recovery is not None:
@@ -543,7 +540,7 @@ class PrioritizedSampler(Sampler):
         self.dropped_updates = dropped
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_attached": None, "_chosen": None}
+        own: dict[str, Any] = {"_attached": None, "_chosen": EligiblePriorities()}
         is_spawning = multiprocessing.context.get_spawning_popen() is not None
         if is_spawning and (self.owner is not None or self._attached is not None):
             if self.owner is None or not self.owner.shared:

@@ -374,7 +374,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             )
         self.allow_short = short_allowed
         self.recent = newest
-        self._newest = self._no_newest()
+        self._newest = None if newest is None else RecentPriorities(newest.steps)
         left, right = checked_span(span)
         if left:
             warnings.warn(
@@ -429,9 +429,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             request, table, sums = self._prepare(storage, batch_size)
             if self.draw == "without_replacement":
                 start, value = drawn_distinct(table, sums, request.slices, self.generator)
-                if len(start) < request.slices and not self.allow_short:
-                    found = f"{len(start)} with weight to draw without replacement"
-                    raise self._slicing.refuse(request, self.needs, found)
+                self._require_weight(request, len(start))
                 weight = table.weights(value, self._beta)
             else:
                 start, weight = self._drawn_starts(request, table, sums)
@@ -484,11 +482,15 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             raise self._slicing.refuse(request, self.needs, none_of(self.where))
         if not masses.count:
             raise self._all_zero("priority of an episode that has a window")
-        distinct = self.draw == "without_replacement" and not self.allow_short
-        if distinct and masses.count < request.slices:
-            found = f"{masses.count} with weight to draw without replacement"
-            raise self._slicing.refuse(request, self.needs, found)
+        if self.draw == "without_replacement":
+            self._require_weight(request, masses.count)
         return request, masses
+
+    def _require_weight(self, request: SliceRequest, there: int) -> None:
+        """Raise NotEnoughData if fewer windows have weight than a draw must return."""
+        if there < request.slices and not self.allow_short:
+            found = f"{there} with weight to draw without replacement"
+            raise self._slicing.refuse(request, self.needs, found)
 
     def _prepare(
         self, storage: Storage, batch_size: int
@@ -553,7 +555,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
         _, last, code, _ = index.episodes_at(time, lane)
         # Rows that are stored only for transforms are in no window.
         last = last - np.where(code == CONTINUES, request.law.open_future, 0)
-        return window.cut_from(time, last, lane)
+        return Cut(lane, time, np.minimum(time + window.length, last + 1))
 
     def _refuse_early(self, storage: Storage, batch_size: int) -> None:
         if self.unit == "episode":
@@ -561,10 +563,7 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
             return
         request, table, sums = self._prepare(storage, batch_size)
         if self.draw == "without_replacement" and not self.allow_short:
-            there = int((sums[: table.length] > 0).sum())
-            if there < request.slices:
-                found = f"{there} with weight to draw without replacement"
-                raise self._slicing.refuse(request, self.needs, found)
+            self._require_weight(request, int((sums[: table.length] > 0).sum()))
 
     # -- priorities of episodes ---------------------------------------------------------------
 
@@ -601,15 +600,8 @@ class PrioritizedSliceSampler(Sliced, PrioritizedSampler):
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
-        self._newest = self._no_newest()
         if self._weighed is not None:
             self._weighed.forget()
-
-    def _no_newest(self) -> RecentPriorities | None:
-        return None if self.recent is None else RecentPriorities(self.recent.steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_newest": self._no_newest()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -93,30 +93,30 @@ class EligiblePriorities:
         """
         seen = self._seen
         changed = None if seen is None else table.set_since(seen.number)
-        known = (
-            changed is not None
-            and seen is not None
-            and seen.episodes is index
-            and seen.rebuilt == index.rebuilt
-            and seen.law == law
-            and (seen.chosen is None) == (chosen is None)
-        )
         by_row = index.key is not None and chosen is None and law == CountLaw.strict(law.least)
-        if known and seen is not None and not by_row:
-            known = (seen.numbering, seen.truncations) == (index.numbering, table.truncations)
-        same = known and seen is not None and seen.chosen is chosen
-        if same and not changed and seen is not None and seen.version == index.version:
+        if seen is not None and (
+            changed is None
+            or seen.episodes is not index
+            or (seen.rebuilt, seen.law) != (index.rebuilt, law)
+            or (seen.chosen is None) != (chosen is None)
+            or not (by_row or seen.numbering == index.numbering)
+            or not (by_row or seen.truncations == table.truncations)
+        ):
+            seen = None
+        same = seen is not None and seen.chosen is chosen and seen.version == index.version
+        if same and not changed:
             assert self._sums is not None
             return self._sums
         self._seen = None  # after an interrupt, all rows are checked again
         lane = np.arange(0 if by_row else index.lanes)
         lo, hi = (np.full(len(lane), bound) for bound in index.bounds(lane))
         rows = None
-        if by_row and known and seen is not None and changed is not None:
-            rows = _set_or_new(seen, index, changed, table.length)
-        elif known and seen is not None:
-            rows = _stale(seen, index, lo, hi, lane)
-            if rows is not None and chosen is not None and seen.chosen is not None and not same:
+        if seen is not None and changed is not None:
+            if by_row:
+                rows = _set_or_new(seen, index, changed, table.length)
+            else:
+                rows = _stale(seen, index, lo, hi, lane)
+            if rows is not None and chosen is not None and chosen is not seen.chosen is not None:
                 time, of_lane = _switched(seen.chosen, chosen)
                 rows = np.append(rows[0], time), np.append(rows[1], of_lane)
         sums = self._sums

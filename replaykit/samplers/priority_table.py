@@ -33,7 +33,6 @@ Array = np.ndarray[Any, Any]
 Lost = tuple[int, torch.Tensor]
 """The count of rows since a place in a log, and the priorities of the newest rows of then."""
 
-_NONE = np.zeros(0, np.int64)
 _FIRST = 1024
 _BLOCK = 1 << 16
 

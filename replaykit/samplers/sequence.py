@@ -127,19 +127,15 @@ class Sequence(SampleUnit):
         return len(self._offsets)
 
     def check(self, storage: Storage, sampler: Sampler) -> None:
-        if not isinstance(storage, ColumnStorage):
-            raise TypeError(
-                "expected a tensor or memmap storage for a Sequence, got "
-                f"{type(storage).__name__}, which does not know where episodes end"
-            )
+        columns = _columns_of(storage)
         if not sampler.draws_anchors:
             raise ValueError(
                 f"expected a sampler of single rows with a Sequence, got {type(sampler).__name__}, "
                 "which draws windows itself; use one of the two, or slices of one row "
                 "(slice_len=1), whose measure then decides which rows are anchors"
             )
-        if storage.initialized:
-            _check_content(storage)
+        if columns.initialized:
+            _check_content(columns)
 
     def anchor_needs(self, needs: Needs) -> Needs:
         """Return the needs of an anchor: those of the first and the last row of its window."""
@@ -227,12 +223,9 @@ class Sequence(SampleUnit):
 
     def episodes(self, storage: Storage) -> EpisodeIndex:
         """Return the index that cuts the windows. The caller holds the storage's lock."""
-        if not isinstance(storage, ColumnStorage):
-            raise TypeError(
-                f"expected a tensor or memmap storage for a Sequence, got {type(storage).__name__}"
-            )
-        _check_content(storage)
-        self._index = storage.indexes.of(self._rule)
+        columns = _columns_of(storage)
+        _check_content(columns)
+        self._index = columns.indexes.of(self._rule)
         return self._index
 
     def __repr__(self) -> str:
@@ -276,6 +269,16 @@ def anchor_priorities(
     index = keys[:, : columns[0].shape[1]]
     anchors = index if anchor.ndim > 1 else index[:, 0].contiguous()
     return anchors, priority, None if generation is None else keys[:, -1].contiguous()
+
+
+def _columns_of(storage: Storage) -> ColumnStorage:
+    """Return the storage. Raises TypeError unless it is a tensor or memmap storage."""
+    if not isinstance(storage, ColumnStorage):
+        raise TypeError(
+            "expected a tensor or memmap storage for a Sequence, got "
+            f"{type(storage).__name__}, which does not know where episodes end"
+        )
+    return storage
 
 
 def _check_content(storage: ColumnStorage) -> None:

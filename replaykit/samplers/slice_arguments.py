@@ -35,11 +35,11 @@ class SliceSize:
             )
         self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices, 1)
         self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len, 1)
+        self.known: int = self.slice_len or self.num_slices  # type: ignore[assignment]
 
     def of(self, batch_size: int) -> tuple[int, int]:
         """Return number and length of a batch's slices. RuntimeError if they do not fit."""
-        known = self.slice_len or self.num_slices
-        assert known is not None
+        known = self.known
         other, rest = divmod(batch_size, known)
         if rest or not other:
             name = "slice_len" if self.slice_len else "num_slices"
@@ -104,10 +104,7 @@ class Boundaries:
             self._ends = _vector("ends", ends) != 0
         elif trajectories is not None:
             ids = _vector("trajectories", trajectories)
-            self._ends = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
-            self._ends[:-1] = ids[1:] != ids[:-1]
-            self._around = bool(len(ids)) and bool(ids[0] != ids[-1])
-        self._by_flags = ends is not None
+            self._ends = ids != ids.roll(-1)  # in a full ring, the first slot follows the last one
         # The index that these rules give. The storage has only a weak reference to it.
         self._index: EpisodeIndex | None = None
         self._pinned: tuple[int, int] | None = None
@@ -228,7 +225,7 @@ class Boundaries:
 
     def _static(self, storage: ColumnStorage) -> EpisodeIndex:
         assert self._ends is not None
-        name = "ends" if self._by_flags else "trajectories"
+        name = self._named[0]
         if storage.ndim > 1:
             raise RuntimeError(f"{name} describe rows of one stream, got a storage with lanes")
         if self._pinned is None:
@@ -242,10 +239,7 @@ class Boundaries:
             raise RuntimeError(f"{name} describe the rows at attachment: rows were written since")
         index = self._index
         if not isinstance(index, StaticEpisodes) or index.is_old or index._storage is not storage:
-            ends = self._ends.clone()
-            if not self._by_flags:  # in a full ring, the first slot follows the last slot
-                ends[-1] = self._around
-            index = self._index = StaticEpisodes(storage, ends)
+            index = self._index = StaticEpisodes(storage, self._ends)
         return index
 
     def __getstate__(self) -> dict[str, Any]:

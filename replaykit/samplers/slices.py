@@ -48,6 +48,7 @@ from replaykit.samplers.window_measures import (
     floor_below,
     iid,
     integers,
+    permutation,
     stratified,
     uniform,
     without_replacement,
@@ -259,8 +260,7 @@ class SliceSamplerWithoutReplacement(Sliced):
     def _new_pass(self, count: int) -> torch.Tensor:
         if not self.shuffle:
             return arange(count)
-        device = "cpu" if self.generator is None else self.generator.device
-        return torch.randperm(count, generator=self.generator, device=device).cpu()
+        return torch.from_numpy(permutation(count, self.generator))
 
     # -- notifications ------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class SliceSampler(Sliced):
     ) -> None:
         super().__init__()
         self.measure = measure
-        self._coverage = measure if isinstance(measure, Coverage) else None
+        coverage = measure if isinstance(measure, Coverage) else None
         self._base = one_of("measure", getattr(measure, "base", measure), MEASURES)
         self.draw = one_of("draw", draw, DRAWS)
         form = checked_form(
@@ -556,16 +556,14 @@ class SliceSampler(Sliced):
             raise ValueError(f"stride needs draw='sequential', got {draw!r}")
         self.stride = stride
         self.where, self.offset = where, one_of("offset", offset, ("random", "first"))
-        self._weighed = weighed_episodes(where, cross, self._base, self._coverage, draw, recent)
+        self._weighed = weighed_episodes(where, cross, self._base, coverage, draw, recent)
         if offset != "random" and draw != "round_robin":
             raise ValueError(f"offset needs draw='round_robin', got {draw!r}")
-        self._counter = None if self._coverage is None else DrawCounter()
+        self._counter = None if coverage is None else DrawCounter()
         if self._counter is not None:
             self.marks_draws = True
         self._plain = measure == "window" and draw == "iid" and recent is None and where is None
-        # The last windows, and the version of the index that they belong to.
-        self._known: Anchors | None = None
-        self._version = 0
+        self._known: Anchors | None = None  # the last windows
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -639,12 +637,11 @@ class SliceSampler(Sliced):
         episodes, law = request.episodes, request.law
         if newest is not None:
             return MEASURES[self._base](episodes, law, newest)
-        known, version = self._known, episodes.version
+        known = self._known
         same = known is not None and known.index is episodes and known.law is law
-        if known is not None and same and self._version == version:
-            return known
-        self._known, self._version = MEASURES[self._base](episodes, law), version
-        return self._known
+        if known is None or not same or known.version != episodes.version:
+            known = self._known = MEASURES[self._base](episodes, law)
+        return known
 
     def _draw(self, request: SliceRequest, anchors: Anchors) -> Found:
         count, generator = request.slices, self.generator

@@ -45,7 +45,8 @@ class Slicing:
         cross: if True, windows may span ends that flags mark.
 
     Attributes:
-        within: the ends of episodes, if windows may span them; else None.
+        within: the ends of episodes, also if windows may span them.
+        every: ``boundaries`` and ``within``.
 
     Raises:
         ValueError: ``flat`` is ``False``, but slices may have different lengths; or tensors give
@@ -66,9 +67,10 @@ class Slicing:
                 "flat=False needs slices of one length: strict ones, or padded with pad= or "
                 "pad_output="
             )
-        self.within = boundaries if cross else None
+        self.within, self.crosses = boundaries, bool(cross)
         if cross:
             boundaries = boundaries.without_flags()
+        self.every = (boundaries, self.within) if cross else (boundaries,)
         self.size, self.boundaries, self.form, self.markers = size, boundaries, form, markers
         self.flat = bool(flat)
         if size.slice_len:
@@ -96,7 +98,7 @@ class Slicing:
             self.markers.check(storage.schema)
         window = self._window
         if window is None or window.length != length or needs is not self._needs:
-            if self.within is not None and (needs.closed or needs.intact or needs.future):
+            if self.crosses and (needs.closed or needs.intact or needs.future):
                 raise ValueError(
                     "expected cross=True without transforms that need the end or later rows of an "
                     f"episode, got {needs}"
@@ -149,15 +151,6 @@ class Slicing:
             index = put_on(index, device)
             info = {key: put_on(value, device) for key, value in info.items()}
         return index, info
-
-    def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        """Return the batch shape of ``rows`` delivered rows; None for a flat batch."""
-        if self.flat:
-            return None
-        if self.size.slice_len:
-            return rows // self.size.slice_len, self.size.slice_len
-        assert self.size.num_slices is not None
-        return self.size.num_slices, rows // self.size.num_slices
 
 
 _CPU = torch.device("cpu")
@@ -277,7 +270,7 @@ class Sliced(Sampler):
             return True
 
     def episodes(self, storage: Storage) -> EpisodeIndex:
-        return (self._slicing.within or self._slicing.boundaries).index(storage)
+        return self._slicing.within.index(storage)
 
     def complete(self, rows: Any, info: dict[Any, Any]) -> Any:
         return self._slicing.markers.complete(rows, info)
@@ -288,19 +281,20 @@ class Sliced(Sampler):
         return self._slicing.markers.complete(rows, info, fresh=True)
 
     def shape_of(self, rows: int) -> tuple[int, ...] | None:
-        return self._slicing.shape_of(rows)
+        if self._slicing.flat:
+            return None
+        known = self._slicing.size.known
+        return (rows // known, known) if self.slice_len else (known, rows // known)
 
     def attach(self, storage: Storage) -> None:
         super().attach(storage)
-        self._slicing.boundaries.attach(storage)
-        if self._slicing.within is not None:
-            self._slicing.within.attach(storage)
+        for boundaries in self._slicing.every:
+            boundaries.attach(storage)
 
     def rejoin(self, storage: Storage) -> None:
         super().rejoin(storage)
-        self._slicing.boundaries.rejoin(storage)
-        if self._slicing.within is not None:
-            self._slicing.within.rejoin(storage)
+        for boundaries in self._slicing.every:
+            boundaries.rejoin(storage)
 
 
 def checked_markers(
@@ -378,7 +372,7 @@ class RecentPriorities:
     """
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
+        self._steps = steps
         self._of: tuple[EpisodeIndex, CountLaw, int] | None = None
         self._element = torch.empty(0, dtype=torch.int64, device="cpu")
         self._first = np.zeros(0, np.int64)
@@ -389,7 +383,7 @@ class RecentPriorities:
         known = self._of
         if known and known[0] is index and known[1] is law and known[2] == index.version:
             return
-        windows = PerWindow(index, law, self.steps)
+        windows = PerWindow(index, law, self._steps)
         found = windows.numbered(np.arange(windows.count))
         time = found.base + found.rest
         self._element = torch.from_numpy(index.element(time, found.lane))
@@ -397,6 +391,9 @@ class RecentPriorities:
         self._first = np.full(index.lanes, np.iinfo(np.int64).max)
         np.minimum.at(self._first, found.lane, time)
         self._of = index, law, index.version
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_of": None}
 
     def among(self, start: torch.Tensor) -> torch.Tensor:
         """Return a bool mask ``[K]`` of the starts that belong to the newest windows."""

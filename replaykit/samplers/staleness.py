@@ -16,7 +16,7 @@ from replaykit.errors import NotEnoughData
 from replaykit.keywords import checked_keywords, whole_number
 from replaykit.samplers.policy_versions import VersionColumn, VersionGroups
 from replaykit.samplers.sampler import Int64s, Sampler, as_drawn, made_of_saved, require_rows
-from replaykit.samplers.window_measures import index_for, refuse_nothing, uniform
+from replaykit.samplers.window_measures import index_for, order_by_mass, refuse_nothing, uniform
 from replaykit.storages import Storage
 from replaykit.ted import unravel
 
@@ -255,8 +255,8 @@ class StalenessAwareSampler(Sampler):
                     return drawn[:count]
         elements, mass = _all_of(law)
         left = ~np.isin(elements, drawn)
-        more = self._by_key(elements[left], mass[left], count - len(drawn))
-        return np.concatenate([drawn, more])
+        order = order_by_mass(mass[left], self.generator)[: count - len(drawn)]
+        return np.concatenate([drawn, elements[left][order]])
 
     def _independent(self, law: _Law, count: int) -> Array:
         point, place = uniform(2 * count, self.generator).reshape(2, count)
@@ -264,15 +264,6 @@ class StalenessAwareSampler(Sampler):
         which = np.searchsorted(ends, point * ends[-1], side="right")
         which = np.minimum(which, np.searchsorted(ends, ends[-1]))  # rounding, or last weights 0
         return law.groups.members(which, (place * law.counts[which]).astype(np.int64))
-
-    def _by_key(self, elements: Array, mass: Array, count: int) -> Array:
-        """Draw ``count`` of these rows in sequence, each from the rows that are left.
-
-        The rows with the smallest keys ``e / mass`` are drawn. ``e`` is a standard exponential
-        number (Efraimidis and Spirakis, 2006).
-        """
-        key = -np.log1p(-uniform(len(elements), self.generator)) / mass
-        return np.asarray(elements[np.argsort(key, kind="stable")[:count]])
 
     # -- transforms that read neighbouring rows -----------------------------------------------
 
@@ -289,7 +280,7 @@ class StalenessAwareSampler(Sampler):
         if not len(elements):
             refuse_nothing(index_for(storage), self.needs)
         if count <= len(elements):
-            return self._by_key(elements, mass, count)
+            return np.asarray(elements[order_by_mass(mass, self.generator)[:count]])
         ends = np.cumsum(mass)
         at = np.searchsorted(ends, uniform(count, self.generator) * ends[-1], side="right")
         return np.asarray(elements[np.minimum(at, len(elements) - 1)])

@@ -329,8 +329,8 @@ class Window:
 
     Example:
         >>> from replaykit.samplers.window_forms import Window, WindowForm
-        >>> Window(WindowForm(span=(False, 3)), 4).law.count(10)
-        10
+        >>> Window(WindowForm(span=(False, 3)), 4).law.add
+        0
     """
 
     def __init__(self, form: WindowForm, length: int, *, followed: bool = False) -> None:
@@ -368,10 +368,6 @@ class Window:
         start = found.base + np.where(full, found.rest - self.left, 0)
         stop = np.minimum(start + self.length, found.base + found.rows)
         return Cut(found.lane, np.maximum(start, found.base), stop)
-
-    def cut_from(self, first: Array, last: Array, lane: Array) -> Cut:
-        """Return the rows of windows that start at ``first``, in episodes up to ``last``."""
-        return Cut(lane, first, np.minimum(first + self.length, last + 1))
 
     def lay_out(self, index: EpisodeIndex, cut: Cut) -> WindowRows:
         """Return the rows of windows one after another, each window in order of time."""

@@ -13,8 +13,6 @@ from replaykit.errors import NotEnoughData
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import with_episodes
 
-SINGLE = CountLaw.strict(1)
-
 
 def index_for(storage: Storage) -> EpisodeIndex:
     """Return the storage's episode index, up to date.
@@ -172,6 +170,7 @@ class Anchors:
     Attributes:
         per_lane: number of windows of every lane, int64 ``[lanes]``.
         count: sum of ``per_lane``.
+        version: the version of the index.
 
     Cost: O(lanes) to create the object, and one search among episodes for every window. With
     ``newest``, ``PerTrajectory`` and ``PerTransition`` take O(newest * lanes).
@@ -181,7 +180,7 @@ class Anchors:
     """True if all windows are equally likely."""
 
     def __init__(self, index: EpisodeIndex, law: CountLaw, newest: int | None = None) -> None:
-        self.index, self.law, self.newest = index, law, newest
+        self.index, self.law, self.newest, self.version = index, law, newest, index.version
         stored = index.totals(law, WINDOWS)
         self.per_lane = stored if newest is None else np.minimum(stored, newest)
         self.count = int(self.per_lane.sum())
@@ -202,12 +201,6 @@ class Anchors:
     def mass(self, found: Found) -> Array:
         """Return the probabilities of windows up to a common factor, float64 ``[K]``."""
         raise NotImplementedError
-
-    def independent(self, count: int, generator: torch.Generator | None) -> Found:
-        """Draw windows independently, with replacement."""
-        if self.uniform:
-            return self.numbered(integers(self.count, count, generator))
-        return self.at(uniform(count, generator))
 
     def _by_mass(self, point: Array) -> Found:
         """Do the same as ``at``, for few windows: find all windows and add their masses."""
@@ -352,9 +345,26 @@ def integers(limit: int, count: int, generator: torch.Generator | None) -> Array
     return found
 
 
+def permutation(count: int, generator: torch.Generator | None) -> Array:
+    """Return ``0 .. count - 1`` in random order, int64."""
+    device = "cpu" if generator is None else generator.device
+    return np.asarray(torch.randperm(count, generator=generator, device=device).cpu().numpy())
+
+
+def order_by_mass(mass: Array, generator: torch.Generator | None) -> Array:
+    """Return the order of draws by mass without replacement, as places int64 ``[K]``.
+
+    The keys ``e / mass``, with standard exponential numbers ``e``, have this order (Efraimidis and
+    Spirakis, 2006).
+    """
+    return np.argsort(-np.log1p(-uniform(len(mass), generator)) / mass, kind="stable")
+
+
 def iid(anchors: Anchors, count: int, generator: torch.Generator | None) -> Found:
     """Draw windows independently, with replacement."""
-    return anchors.independent(count, generator)
+    if anchors.uniform:
+        return anchors.numbered(integers(anchors.count, count, generator))
+    return anchors.at(uniform(count, generator))
 
 
 def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) -> Found:
@@ -370,9 +380,7 @@ def stratified(anchors: Anchors, count: int, generator: torch.Generator | None) 
 
 def _stratified_lanes(anchors: PerLane, count: int, generator: torch.Generator | None) -> Found:
     rounds, rest = divmod(count, len(anchors.lanes))
-    device = "cpu" if generator is None else generator.device
-    more = torch.randperm(len(anchors.lanes), generator=generator, device=device)[:rest]
-    chosen = np.sort(more.cpu().numpy())
+    chosen = np.sort(permutation(len(anchors.lanes), generator)[:rest])
     # Positions of lanes in ``lanes``. The i-th of a lane's m draws is in the i-th of m parts.
     turn = np.tile(np.arange(len(anchors.lanes)), rounds)
     draws = np.full(len(anchors.lanes), rounds)
@@ -387,16 +395,12 @@ def without_replacement(anchors: Anchors, count: int, generator: torch.Generator
     """Draw windows without replacement; ``count`` is at most the number of windows.
 
     Repeated windows are dropped and replaced by further draws. This would take long after most of
-    the mass is drawn. In that case every window left gets a key ``e / mass``, with a standard
-    exponential number ``e``. The windows with the lowest keys come next, in that order. The
-    distribution is the same (Efraimidis and Spirakis, 2006). Cost: O(count), or O(windows) with
-    keys.
+    the mass is drawn. In that case the windows left follow by ``order_by_mass``. Cost: O(count), or
+    O(windows) with that order.
     """
     few = 4 * count >= anchors.count
     if anchors.uniform and few:
-        device = "cpu" if generator is None else generator.device
-        picked = torch.randperm(anchors.count, generator=generator, device=device)[:count]
-        return anchors.numbered(picked.cpu().numpy())
+        return anchors.numbered(permutation(anchors.count, generator)[:count])
     drawn, tries = no_windows(), 0
     while len(drawn.base) < count and not few:
         need = count - len(drawn.base)
@@ -405,8 +409,7 @@ def without_replacement(anchors: Anchors, count: int, generator: torch.Generator
         few = tries >= 8
     if len(drawn.base) < count:
         everything = anchors.numbered(np.arange(anchors.count))
-        key = -np.log1p(-uniform(anchors.count, generator)) / anchors.mass(everything)
-        order = np.argsort(key, kind="stable")
+        order = order_by_mass(anchors.mass(everything), generator)
         drawn = _joined(drawn, Found(*(field[order] for field in everything)))
     return Found(*(field[:count] for field in drawn))
 

@@ -25,6 +25,7 @@ from replaykit.recovery.recovery_folder import (
     is_shared,
 )
 from replaykit.schema import Rows, Schema
+from replaykit.storages.column_reads import AnyColumns
 from replaykit.storages.columns import Columns, Grow
 from replaykit.storages.dedup_columns import DedupColumns
 from replaykit.storages.ledger import Ledger
@@ -173,9 +174,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             self.recovery = Recovery(self, home, existsok=existsok)
             resume(self.recovery)
 
-    def _forget_columns(self, slots: int, size: int) -> None:
-        # The files exist, for rows of this layout.
-        self.clear()
+    def _release_memory(self, columns: AnyColumns) -> None:
+        with self._replacing_memory(columns):
+            self._made_in = self._private = None
 
     def _allocate_memory(self, schema: Schema, lanes: torch.Size, rows: Rows | None) -> Columns:
         slots = self._slots_for(lanes)
@@ -206,8 +207,8 @@ class LazyMemmapStorage(LazyTensorStorage):
         return grow_in_files(self._made_in / OVERFLOW)
 
     @contextlib.contextmanager
-    def _replacing_memory(self) -> Iterator[None]:
-        columns, folder, private = self.require(), self._made_in, self._private
+    def _replacing_memory(self, columns: AnyColumns) -> Iterator[None]:
+        folder, private = self._made_in, self._private
         names = []
         if folder is not None and private is None:
             rows = columns.rows if isinstance(columns, DedupColumns) else columns
@@ -558,3 +559,4 @@ def _set_aside(folder: FilePath, names: list[FilePath]) -> Iterator[None]:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        remove_empty({folder / inner for name in names for inner in name.parents} - {folder})

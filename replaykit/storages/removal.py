@@ -11,6 +11,7 @@ import torch
 from replaykit.episodes import EpisodeIndex
 from replaykit.schema import Rows
 from replaykit.storages.change_log import Removal
+from replaykit.storages.taken_rows import reserve_marks
 from replaykit.ted import format_key
 
 if TYPE_CHECKING:
@@ -41,14 +42,19 @@ def stream_index(storage: ColumnStorage, name: str) -> EpisodeIndex:
         RuntimeError: streams have lost other rows than their oldest ones.
     """
     if not storage.ledger.oldest_first:
-        raise RuntimeError(
-            f"{name} expected stored rows of which each stream has lost only its oldest ones, got "
-            "rows that were placed, or written round the ring after a write by stream; call "
-            "empty() of the buffer first"
-        )
+        raise placed_rows(name)
     if storage.indexes.pending() or storage.indexes.loaded:
         storage._before_overwrite()
     return storage.episodes
+
+
+def placed_rows(name: str) -> RuntimeError:
+    """Return the error for streams that have lost other rows than their oldest ones."""
+    return RuntimeError(
+        f"{name} expected stored rows of which each stream has lost only its oldest ones, got "
+        "rows that were placed, or written round the ring after a write by stream; call "
+        "empty() of the buffer first"
+    )
 
 
 def remove_oldest(storage: ColumnStorage, lanes: Array, counts: Array) -> None:
@@ -147,7 +153,9 @@ class Replacement:
             slots = range(int(self.slots[0]), int(self.slots[-1]) + 1)
         elif rows is not None:
             slots = torch.from_numpy(self.slots)
-        tables = ledger.reserve(slots, removal)
+        tables, marks = ledger.reserve(slots, removal), None
+        if removal is not None:
+            marks = reserve_marks(storage, removal.target)
         try:
             if removal is not None and len(removal.source):
                 self._write_copies(removal.target, slice(0, len(removal.source)))
@@ -161,6 +169,8 @@ class Replacement:
                 first = 0 if removal is None else len(removal.source)
                 self._write_copies(self._gone, slice(first, None))
             raise
+        if removal is not None and marks is not None:  # rows that were taken in a ring
+            marks[removal.target] = marks[removal.source]
         if self.is_run:
             self.slots = slots
         storage.indexes.replaced(self, rows)

@@ -133,6 +133,8 @@ class RestorableStorage(ColumnStorage):
         except BaseException:
             if isinstance(columns, DedupColumns):
                 columns.outdate(self.ledger)  # the rows of the ledger are still there
+            if self._columns is None:
+                self._release_memory(columns)
             raise
         if content.check is not None:
             content.check()
@@ -174,7 +176,7 @@ class RestorableStorage(ColumnStorage):
             self.indexes.index_pending()
         with self._undone_on_error(self.indexes):
             if self._columns is not None:
-                with self._replacing_memory():
+                with self._replacing_memory(self._columns):
                     self._copy_rows(max_size, rows)
                     yield
                 return
@@ -198,12 +200,23 @@ class RestorableStorage(ColumnStorage):
         load_taken(self, taken, rows)
         self.indexes.restore(indexes_kept, old, rows, restarted=False)
 
-    def _replacing_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which columns are allocated that replace the present ones."""
+    def _replacing_memory(self, columns: AnyColumns) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the memory of ``columns`` is replaced."""
         return contextlib.nullcontext()
 
+    def _release_memory(self, columns: AnyColumns) -> None:
+        """Remove the files of columns that a failed load has made."""
+
     def _forget_columns(self, slots: int, size: int) -> None:
-        """Return to the state before the first write, for ``slots`` slots, ``size`` rows."""
+        """Return to the state before the first write, for ``slots`` slots, ``size`` rows.
+
+        Recoverable and shared rows keep their layout, because other processes may have their files.
+        """
+        if self.recovery is not None:
+            self.clear()
+            return
+        if self._columns is not None:
+            self._release_memory(self._columns)
         self._columns = self._matcher = None
         self.ledger.slots, self.max_size = slots, size
 

@@ -417,9 +417,10 @@ class Sharing:
 
     def _follow_counts(self, state: CommittedState) -> None:
         """Follow the counts of writers; the ledger has followed the state."""
-        for writer, count in zip(self.recovery.writers, state.counts, strict=False):
+        counts = state.counts.tolist() or [0]  # no commit has succeeded yet
+        for writer, count in zip(self.recovery.writers, counts, strict=False):
             if (part := writer()) is not None:
-                part._write_count = int(count)
+                part._write_count = count
         self.recovery.in_state(state)
 
     def _heads(self) -> dict[str, Any] | None:

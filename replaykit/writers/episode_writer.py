@@ -22,13 +22,12 @@ from replaykit.storages import Storage
 from replaykit.storages.episode_tags import EpisodeData
 from replaykit.storages.removal import Replacement, check_removable, stream_index
 from replaykit.ted import end_flags, format_key
-from replaykit.writers.ring_writers import check_tensordicts, stream_numbers, streams_of
-from replaykit.writers.writer import Writer, WriterState, ledger_of
+from replaykit.writers.ring_writers import stream_numbers, streams_of
+from replaykit.writers.writer import Writer, WriterState, check_tensordicts, ledger_of
 
 if TYPE_CHECKING:
     from replaykit.episodes import EpisodeIndex
     from replaykit.storages.column_storage import ColumnStorage
-    from replaykit.storages.episode_tags import EpisodeData
 
 
 class Evictor(ABC):

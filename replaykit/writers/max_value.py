@@ -19,7 +19,7 @@ from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.structure import Branch
 from replaykit.ted import format_key, unravel
-from replaykit.writers.writer import Writer, WriterState, ledger_of
+from replaykit.writers.writer import Writer, WriterState, ledger_of, no_tensordicts
 
 Array = np.ndarray[Any, Any]
 
@@ -167,10 +167,7 @@ class TensorDictMaxValueWriter(Writer):
         """Return the rank of each prepared row: float64 ``[B]``."""
         if isinstance(rows, Rows):
             if not isinstance(rows.root, Branch) or rows.root.kind != "tensordict":
-                raise RuntimeError(
-                    f"a {type(self).__name__} expects data to be a tensor collection: it takes "
-                    f"TensorDicts, got {rows.root}"
-                )
+                raise no_tensordicts(self, rows.root)
             if self.rank_key not in rows.leaves:
                 raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")
             return self._reduce(rows.leaves[self.rank_key])
@@ -184,10 +181,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def _rank_of(self, data: Any) -> torch.Tensor:
         if not is_tensordict(data):
-            raise RuntimeError(
-                f"a {type(self).__name__} expects data to be a tensor collection: it takes "
-                f"TensorDicts, got {type(data).__name__}"
-            )
+            raise no_tensordicts(self, type(data).__name__)
         value = lookup(data, self.rank_key)
         if not isinstance(value, torch.Tensor):
             raise KeyError(f"expected the rank under {format_key(self.rank_key)}, got none")

@@ -19,9 +19,15 @@ from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.column_storage import ColumnStorage
 from replaykit.storages.indexing import as_slots, check_no_hole
-from replaykit.structure import Branch
+from replaykit.storages.removal import check_removable, placed_rows
 from replaykit.ted import format_key
-from replaykit.writers.writer import Writer, WriterState, full_index, ledger_of
+from replaykit.writers.writer import (
+    Writer,
+    WriterState,
+    check_tensordicts,
+    full_index,
+    ledger_of,
+)
 
 
 class RoundRobinWriter(Writer):
@@ -244,7 +250,7 @@ class LaneWriter(Writer):
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to. Raises ValueError if it has no ``lane_key``."""
-        check_lane_key(storage, self)
+        check_removable(storage, f"a {type(self).__name__}")
         super().register_storage(storage)
 
     @property
@@ -279,14 +285,8 @@ class LaneWriter(Writer):
             check_tensordicts(rows, self)
             return None
         if not storage.ledger.oldest_first:
-            raise RuntimeError(
-                f"a {type(self).__name__} expected stored rows of which each stream has lost only "
-                "its oldest ones, got rows that were placed, or written round the ring after a "
-                "write by stream; call empty() of the buffer first"
-            )
-        index = storage.episodes
-        assert index is not None
-        return index
+            raise placed_rows(f"a {type(self).__name__}")
+        return storage.episodes
 
     def _targets(self, rows: Rows, index: EpisodeIndex | None) -> tuple[Array, bool]:
         """Return the slots of rows ``[n]``, and whether they are distinct."""
@@ -392,25 +392,6 @@ class LaneWriter(Writer):
                 "_longest": longest,
                 "_length": self.length,
             }
-
-
-def check_lane_key(storage: Storage, writer: Writer) -> None:
-    """Raise ValueError if a storage has no ``lane_key`` for a LaneWriter."""
-    if not isinstance(storage, ColumnStorage) or storage.lane_key is None:
-        raise ValueError(
-            f"a {type(writer).__name__} expected a tensor or memmap storage with lane_key=, the "
-            f"column that identifies streams, got {storage!r}"
-        )
-
-
-def check_tensordicts(rows: Rows, writer: Writer) -> None:
-    """Raise RuntimeError if rows are not TensorDicts, which a writer of streams needs."""
-    root = rows.root
-    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
-        raise RuntimeError(
-            f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
-            f"TensorDicts, got {root}"
-        )
 
 
 def stream_numbers(storage: ColumnStorage) -> Array:

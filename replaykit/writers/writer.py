@@ -16,12 +16,13 @@ from replaykit._compat import Uncompiled, as_tensor
 from replaykit.checkpoint import Checkpoint, save_checkpoint
 from replaykit.declared import MOST, decode_state, require_kind, within
 from replaykit.interrupts import deferred
+from replaykit.schema import Rows
 from replaykit.storages import Storage
 from replaykit.storages.content import Content
 from replaykit.storages.episode_tags import EpisodeState
 from replaykit.storages.indexing import with_lanes
 from replaykit.storages.ledger import Ledger, LedgerState
-from replaykit.structure import Path
+from replaykit.structure import Branch, Path
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,21 @@ class Writer(Uncompiled, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_owner": None}
+
+
+def check_tensordicts(rows: Rows, writer: Writer) -> None:
+    """Raise RuntimeError if rows are not TensorDicts, which a writer of streams needs."""
+    root = rows.root
+    if not isinstance(root, Branch) or root.kind not in ("tensordict", "tensorclass"):
+        raise no_tensordicts(writer, root)
+
+
+def no_tensordicts(writer: Writer, got: object) -> RuntimeError:
+    """Return the error for rows that are not TensorDicts."""
+    return RuntimeError(
+        f"a {type(writer).__name__} expects data to be a tensor collection: it takes "
+        f"TensorDicts, got {got}"
+    )
 
 
 def ledger_of(state: dict[str, Any]) -> Ledger:

@@ -29,6 +29,7 @@ from replaykit import (
     NStep,
     RateLimiter,
     ReplayBuffer,
+    RoundRobinWriter,
 )
 from replaykit.errors import Closed, NotEnoughData
 from tests import effort
@@ -258,6 +259,19 @@ def test_rows_that_were_taken_from_a_ring_are_not_taken_again_from_streams() -> 
     streams = ReplayBuffer(storage=storage, writer=LaneWriter(5))
     taken = [streams.take(1)["x"].tolist() for _ in range(2)]
     assert taken == [[[3]] * 2, [[4]] * 2]
+
+
+@pytest.mark.parametrize("kind", ["", "recovered"])
+def test_rows_that_were_taken_from_a_ring_stay_taken_after_a_move(
+    kind: str, tmp_path: Path
+) -> None:
+    rb = make(f"{kind} streams", tmp_path)
+    rb.set_writer(RoundRobinWriter())
+    rb.extend(rows([1, 0], 0, 4))
+    assert rb.take(3, [0])["x"].tolist() == [[0, 1, 2]]
+    rb.set_writer(LaneWriter(4))
+    assert rb.take(2, [1])["x"].tolist() == [[0, 1]]  # the last rows move to their slots
+    assert rb.take(1)["x"].tolist() == [[3], [2]]
 
 
 @pytest.mark.acceptance("C1")

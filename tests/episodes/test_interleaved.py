@@ -35,6 +35,7 @@ from replaykit.episodes import (
 from replaykit.episodes.streams import ColumnReader
 from replaykit.schema import Rows
 from replaykit.storages.indexing import unravel_index
+from tests.support.laws import window_count
 from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -170,7 +171,7 @@ class Model:
                 if episode.key != key:
                     continue
                 reset, is_open = self.head(episode) == Head.RESET, not episode.code
-                count = law.count(len(rows), reset=reset, is_open=is_open)
+                count = window_count(law, len(rows), reset=reset, is_open=is_open)
                 mass = {WINDOWS: count, EPISODES: min(count, 1), ROWS: count and len(rows)}[kind]
                 skip = 0 if reset else law.past
                 used = len(rows) - skip - (law.open_future if is_open else 0)

@@ -12,6 +12,7 @@ from replaykit import native
 from replaykit.episodes import EPISODES, ROWS, WINDOWS, CountLaw, Head, StreamEpisodes
 from replaykit.episodes.boundaries import RESTORED, SEVERED, SWITCHED
 from tests.effort import cases
+from tests.support.laws import window_count
 from tests.support.refusals import refuses
 
 Array = np.ndarray[Any, Any]
@@ -93,7 +94,7 @@ class Model:
             own = []
             for _, first, last, code, head in self.episodes(lane):
                 reset = head == Head.RESET
-                count = law.count(last - first + 1, reset=reset, is_open=not code)
+                count = window_count(law, last - first + 1, reset=reset, is_open=not code)
                 skip = 0 if reset else law.past
                 rows = last - first + 1 - skip - (0 if code else law.open_future)
                 numbers = {WINDOWS: count, EPISODES: int(count > 0), ROWS: last - first + 1}[kind]

@@ -49,7 +49,7 @@ def test_undo_restores_all_saved_rows(
         for n, array in arrays.items():
             assert array.tolist() == before[n].tolist()
         again.forget(sequence)
-        assert not again.pending(sequence)
+        assert not again.used(sequence)
         journal = again
 
 

@@ -14,8 +14,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from replaykit import LazyMemmapStorage, ReplayBuffer
+from replaykit import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from replaykit.storages.columns import Columns
+from replaykit.storages.dedup_columns import DedupColumns
 from tests.limits import limited
+from tests.storages.test_recoverable_faults import full
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize("scratch", ["new/folder", "mine", None])
@@ -85,3 +89,25 @@ def test_file_systems_that_cannot_reserve_blocks_are_used_without(
     other = ReplayBuffer(storage=LazyMemmapStorage(4))
     other.extend(torch.arange(2))
     assert other[:].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dedup", [False, ["x"]])
+def test_a_failed_load_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dedup: Any
+) -> None:
+    def rows(key: str) -> TensorDict:
+        x = torch.arange(6)
+        return TensorDict({key: torch.zeros(6, 3000), "x": x, "next": {"x": x + 2}}, [6])
+
+    how: dict[str, Any] = {"dedup_next": dedup, "on_mismatch": "dense"}
+    other = ReplayBuffer(storage=LazyTensorStorage(9, **how))
+    other.extend(rows("wide"))
+    other.dumps(tmp_path / "saved")
+    folder = tmp_path / "rows"
+    rb = ReplayBuffer(storage=LazyMemmapStorage(9, scratch_dir=folder, **how))
+    with monkeypatch.context() as patch:
+        patch.setattr(DedupColumns if dedup else Columns, "fill", full)
+        refuses(OSError, "space", rb.loads, tmp_path / "saved")
+    assert (len(rb), list(folder.iterdir())) == (0, [])
+    rb.extend(rows("other"))
+    assert rb["x"].tolist() == list(range(6))

@@ -172,3 +172,13 @@ def test_observations_are_derived_again_after_a_clear_without_room(
     del rb
     gc.collect()
     assert made()["next", "observation"].tolist() == wanted
+
+
+def test_a_first_shared_write_without_room_counts_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), shared=True, batch_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecoveryFolder, "commit", full)
+        refuses(OSError, "No space", rb.extend, _rows(0, 6))
+    assert (len(rb), rb.write_count) == (0, 0)
+    rb.extend(_rows(0, 6))
+    assert (len(rb), rb.write_count) == (6, 6)

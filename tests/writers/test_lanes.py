@@ -38,6 +38,7 @@ from replaykit.episodes import (
 from replaykit.errors import BufferFull, SchemaError
 from tests.episodes.test_interleaved import check_laws, set_ends
 from tests.samplers.chi_square import chi_square_p
+from tests.support.laws import window_count
 from tests.support.refusals import refuses
 
 SWITCHED, SEVERED, RESTORED = 3, 4, 5
@@ -145,7 +146,7 @@ class Model:
             before = len(found)
             for run in self.runs(key):
                 reset, is_open = run.head == Head.RESET, not run.code
-                count = law.count(len(run.stored), reset=reset, is_open=is_open)
+                count = window_count(law, len(run.stored), reset=reset, is_open=is_open)
                 mass = {WINDOWS: count, EPISODES: min(count, 1), ROWS: count and len(run.stored)}
                 skip = 0 if reset else law.past
                 rows = len(run.stored) - skip - (law.open_future if is_open else 0)
