@@ -25,7 +25,7 @@ from replaykit.transforms.history import (
     Surroundings,
     as_tensor_like,
     over_features,
-    require,
+    require_all,
 )
 from replaykit.transforms.trajectory_edits import EditedEpisodes
 from replaykit.transforms.transform import Transform
@@ -358,7 +358,7 @@ class ReturnToGo(Transform):
             needed.append(self.boundary)
         if isinstance(self.value, tuple):
             needed.append(self.value)
-        reward = require(data, needed, self)[self.reward]
+        reward = require_all(data, needed, self)[self.reward]
         data = data.copy()
         data.set(self.key, torch.full_like(reward, self.default, dtype=sum_dtype(reward)))
         shape = (*data.batch_size, 1)
@@ -506,7 +506,10 @@ class ReturnToGo(Transform):
         truncated = code == int(EndReason.TRUNCATED)
         if truncated.any():
             at = truncated.nonzero()[0]
-            wanted = [self.value] if isinstance(self.value, tuple) else _under_next(storage)
+            stored = storage.require().schema.leaves
+            wanted = [path for path in stored if path[0] == "next"]
+            if isinstance(self.value, tuple):
+                wanted = [self.value]
             found = self._gather(storage, index, wanted, last[at], lane[at])
             value = self._values(found, leaves[self.reward], truncated)
         returns = self._returns(leaves, rows, value).to(storage.leaf(self.key).dtype)
@@ -614,10 +617,6 @@ def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) 
         elif kind is ChangeKind.EDIT:
             outdated |= columns is None or not columns.isdisjoint(paths)
     return outdated
-
-
-def _under_next(storage: ColumnStorage) -> list[Path]:
-    return [path for path in storage.require().schema.leaves if path[0] == "next"]
 
 
 def _nested(leaves: dict[Path, torch.Tensor], rows: int) -> Any:

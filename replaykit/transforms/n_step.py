@@ -47,7 +47,7 @@ from replaykit.transforms.history import (
     Surroundings,
     as_tensor_like,
     over_features,
-    require,
+    require_all,
 )
 from replaykit.transforms.transform import Transform
 
@@ -200,10 +200,7 @@ class NStepWriting(Transform):
     def _summed(self, rows: Any, dim: int, *, closing: bool) -> tuple[Any, int]:
         """Return the rows that are complete in all lanes, with sums, and their number."""
         batch_dims = rows.batch_dims
-        leaves = {
-            key if isinstance(key, tuple) else (key,): leaf.movedim(dim, 0)
-            for key, leaf in rows.items(True, True)
-        }
+        leaves = {unravel(key): leaf.movedim(dim, 0) for key, leaf in rows.items(True, True)}
         length = rows.batch_size[dim]
         ended = _ended(leaves, batch_dims)
         time = torch.arange(length, device=ended.device)
@@ -289,11 +286,7 @@ def _layout(rows: Any, dim: int) -> dict[Path, Any]:
     batch = list(rows.batch_size)
     del batch[dim]
     return {
-        key if isinstance(key, tuple) else (key,): (
-            leaf.dtype,
-            tuple(batch),
-            tuple(leaf.shape[rows.batch_dims :]),
-        )
+        unravel(key): (leaf.dtype, tuple(batch), tuple(leaf.shape[rows.batch_dims :]))
         for key, leaf in rows.items(True, True)
     }
 
@@ -495,7 +488,7 @@ class NStep(HistoryTransform):
         """Replace reward and ``next``, and add the other parts of a target."""
         own = lookup(data, self.reward_key)
         if own is None:
-            require(data, [self.reward_key], self)
+            require_all(data, [self.reward_key], self)
         if fetched is None:
             return self._apply_inside(data, own, around)
         if isinstance(fetched, Led):
@@ -586,9 +579,9 @@ class NStep(HistoryTransform):
         }
         skipped = {*NEXT_FLAGS, self.reward_key, self.one_step_key}
         found = {
-            ("boot", *key): leaf[boot]
-            for key, leaf in _leaves(data.get("next", None))
-            if ("next", *key) not in skipped
+            ("boot", *path[1:]): leaf[boot]
+            for path, leaf in ((unravel(key), leaf) for key, leaf in data.items(True, True))
+            if path[0] == "next" and path not in skipped
         }
         set_real(data, values, around.mask)
         set_all(data, found)  # this also sets "boot" at padding
@@ -618,12 +611,3 @@ def _column(flag: torch.Tensor) -> torch.Tensor:
     if flag.dtype is torch.bool and flag.shape[1:] == (1,):
         return flag
     return is_set(flag, 1).unsqueeze(-1)
-
-
-def _leaves(branch: Any) -> list[tuple[Path, torch.Tensor]]:
-    """Return the tensors below a branch with their paths; empty without a branch."""
-    if branch is None:
-        return []
-    return [
-        (key if isinstance(key, tuple) else (key,), leaf) for key, leaf in branch.items(True, True)
-    ]

@@ -74,14 +74,11 @@ class _Entry:
         return self.rank is not None and self.rank < _STAGES["value"]
 
     def apply(self, data: Any, *, reading: bool) -> Any:
-        if reading != self.invert:
-            return self.transform(data) if callable(self.transform) else self._forward(data)
-        inverse = getattr(self.transform, "inv", None)
-        return data if inverse is None else inverse(data)
-
-    def _forward(self, data: Any) -> Any:
-        forward = getattr(self.transform, "forward", None)
-        return data if forward is None else forward(data)
+        is_forward = reading != self.invert
+        if is_forward and callable(self.transform):
+            return self.transform(data)
+        function = getattr(self.transform, "forward" if is_forward else "inv", None)
+        return data if function is None else function(data)
 
 
 class Compose(Transform):
@@ -181,12 +178,8 @@ class Compose(Transform):
             if entry.reads_around
         ]
         changes = [getattr(one, "changes", ()) for _, one in self.readers]
-        self._changes: frozenset[Any] = frozenset().union(*changes)
-
-    @property
-    def changes(self) -> frozenset[Any]:
-        """Keys that ``readers`` write. They replace info keys of the same name."""
-        return self._changes
+        # The keys that these transforms write. They replace info keys of the same name.
+        self.changes: frozenset[Any] = frozenset().union(*changes)
 
     @property
     def checking_writes(self) -> list[Any]:
