@@ -31,13 +31,6 @@ from replaykit.tools.facts import EpisodeFacts, Facts, Table, measured, table_of
 from replaykit.writers import RoundRobinWriter
 from replaykit.writers.ring_writers import streams_of
 
-_ENDS: Final = {
-    int(EndReason.OPEN): "open",
-    int(EndReason.TERMINATED): "terminated",
-    int(EndReason.TRUNCATED): "truncated",
-    int(EndReason.CUT): "cut",
-}
-
 
 def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
     """Return the stored episodes, and information about them.
@@ -59,7 +52,7 @@ def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFac
     # Opening the storage cuts the episodes that were open at the save. They are shown as open.
     last = np.append(lanes[1:] != lanes[:-1], True)[: len(lanes)]
     reasons = np.where(last & (reasons == EndReason.CUT), EndReason.OPEN, reasons)
-    ends = tuple(_ENDS[int(reason)] for reason in reasons)
+    ends = tuple(EndReason(reason).name.lower() for reason in reasons.tolist())
     return episodes, EpisodeFacts(episodes.lengths.numpy(), ends, returns)
 
 
