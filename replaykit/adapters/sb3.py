@@ -578,7 +578,7 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             raise RuntimeError(
                 "expected an environment that computes rewards, got none; call set_env(env)"
             )
-        position, envs = self._ended_rows().draw(batch_size)
+        position, envs = _drawn(self.buffer_size, self._ended_runs(), batch_size)
         fresh = int(self.her_ratio * batch_size)
         order = np.roll(np.arange(batch_size), -fresh)
         position, envs = position[order], envs[order]
@@ -587,15 +587,15 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             self._set_goals(batch, fresh, position, envs)
         return self._samples(batch, env)
 
-    def _ended_rows(self) -> _EndedRows:
-        """Return the rows of whole episodes that have ended.
+    def _ended_runs(self) -> tuple[Array, Array]:
+        """Return first position and count of the rows of whole episodes that have ended.
 
-        In each environment they follow one another. Older rows belong to an episode that has lost
+        There is one run of rows in each environment. Older rows belong to an episode that has lost
         its first row, and newer rows to an open episode.
         """
         count = self.size()
         if not count:
-            return _EndedRows(self.buffer_size, [])
+            return np.zeros(self.n_envs, np.int64), np.zeros(self.n_envs, np.int64)
         oldest = self.pos if self.full else 0
         envs = np.arange(self.n_envs)
         ends = [np.full(self.n_envs, at) for at in (oldest, (self.pos - 1) % self.buffer_size)]
@@ -604,8 +604,7 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
         lengths = found.lengths.numpy()
         lost = np.where(found.heads.numpy() == Head.EVICTED, lengths, 0)[: self.n_envs]
         still = np.where(found.reasons.numpy() == EndReason.OPEN, lengths, 0)[self.n_envs :]
-        rows = np.maximum(count - lost - still, 0)
-        return _EndedRows(self.buffer_size, list(zip(oldest + lost, rows, strict=True)))
+        return oldest + lost, np.maximum(count - lost - still, 0)
 
     def _set_goals(self, batch: Any, fresh: int, position: Array, envs: Array) -> None:
         """Set new goals and rewards in the last ``fresh`` rows of a batch."""
@@ -640,40 +639,33 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             self.rb.cut()
 
 
-class _EndedRows:
-    """Runs of positions, one for each environment, and draws from their rows.
+def _drawn(positions: int, runs: tuple[Array, Array], count: int) -> tuple[Array, Array]:
+    """Draw rows; return their positions and environments, int64 ``[count]`` each.
+
+    Rows are numbered by position, then by environment, as in Stable-Baselines3.
 
     Args:
         positions: number of positions of the ring.
         runs: first position and number of positions for each environment.
+        count: number of rows to draw.
     """
-
-    def __init__(self, positions: int, runs: Sequence[tuple[int, int]]) -> None:
-        starts = np.array([run[0] for run in runs], dtype=np.int64) % positions
-        stops = starts + np.array([run[1] for run in runs], dtype=np.int64)
-        # Between two neighbouring bounds, every environment has either all positions or none.
-        wrapped = np.maximum(stops - positions, 0)
-        bounds = [starts, np.minimum(stops, positions), wrapped, np.array([0, positions])]
-        self._bounds = np.unique(np.concatenate(bounds))
-        low = self._bounds[:-1, None]
-        inside = ((low >= starts) & (low < stops)) | (low < wrapped)
-        self._envs = np.argsort(~inside, axis=1, kind="stable")
-        self._width = inside.sum(axis=1)
-        self._until = np.cumsum(np.diff(self._bounds) * self._width)
-
-    def draw(self, count: int) -> tuple[Array, Array]:
-        """Return positions and environments of ``count`` rows, int64 ``[count]`` each.
-
-        Rows are numbered by position, then by environment, as in Stable-Baselines3.
-        """
-        total = int(self._until[-1])
-        if not total:
-            raise NotEnoughData(
-                "expected a whole episode that has ended, got none; choose learning_starts larger "
-                "than the longest episode, and buffer_size several times as large"
-            )
-        number = draw_integers(0, total, count)
-        part = np.searchsorted(self._until, number, side="right")
-        offset = number - np.where(part > 0, self._until[part - 1], 0)
-        position = self._bounds[part] + offset // self._width[part]
-        return position, self._envs[part, offset % self._width[part]]
+    starts = runs[0] % positions
+    stops = starts + runs[1]
+    # Between two neighbouring bounds, every environment has either all positions or none.
+    wrapped = np.maximum(stops - positions, 0)
+    bounds = [starts, np.minimum(stops, positions), wrapped, np.array([0, positions])]
+    between = np.unique(np.concatenate(bounds))
+    low = between[:-1, None]
+    inside = ((low >= starts) & (low < stops)) | (low < wrapped)
+    envs, width = np.argsort(~inside, axis=1, kind="stable"), inside.sum(axis=1)
+    until = np.cumsum(np.diff(between) * width)
+    total = int(until[-1])
+    if not total:
+        raise NotEnoughData(
+            "expected a whole episode that has ended, got none; choose learning_starts larger "
+            "than the longest episode, and buffer_size several times as large"
+        )
+    number = draw_integers(0, total, count)
+    part = np.searchsorted(until, number, side="right")
+    offset = number - np.where(part > 0, until[part - 1], 0)
+    return between[part] + offset // width[part], envs[part, offset % width[part]]

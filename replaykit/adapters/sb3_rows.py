@@ -16,6 +16,7 @@ from replaykit._compat import TensorDict
 from replaykit.errors import NotEnoughData
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
+from replaykit.ted import REWARD, TERMINATED, TRUNCATED
 from replaykit.transforms import Around, HistoryTransform, Surroundings
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +25,6 @@ Observation = Array | dict[str, Array]
 ENV = "env"
 """Key of the number of a row's environment, int32. Rows of a single environment lack it."""
 
-REWARD, TERMINATED, TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
 REWARDS, STEPS = "rewards", "steps"
 """Keys of n-step batches: the rewards of the steps ``[B, n]``, and their number ``[B]``."""
 

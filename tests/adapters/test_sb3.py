@@ -397,7 +397,7 @@ def test_hindsight_draws_only_ended_episodes() -> None:
     drawn = buffer.sample(500).observations["observation"][:, 0]
     assert sorted(set(drawn.tolist())) == [-3, -2, -1, 0]
     buffer.truncate_last_trajectory()
-    assert buffer._ended_rows()._until[-1] == 9
+    assert buffer._ended_runs()[1].sum() == 9
 
 
 class Pixels(gymnasium.Env[Any, Any]):
@@ -724,11 +724,11 @@ def test_checkpoints_are_loaded_into_any_capacity(tmp_path: Path, size: int, env
 def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None:
     model = hindsight(SB3HerReplayBuffer, 2, 100, copy_info_dict=True)
     model.save_replay_buffer(tmp_path / "rows.pkl")
-    before = model.replay_buffer._ended_rows()._until[-1]
+    before = model.replay_buffer._ended_runs()[1].sum()
     model.load_replay_buffer(tmp_path / "rows.pkl", truncate_last_traj=False)
-    assert model.replay_buffer._ended_rows()._until[-1] == before
+    assert model.replay_buffer._ended_runs()[1].sum() == before
     model.load_replay_buffer(tmp_path / "rows.pkl")
-    assert model.replay_buffer._ended_rows()._until[-1] > before
+    assert model.replay_buffer._ended_runs()[1].sum() > before
     assert model.replay_buffer.sample(9).rewards.shape == (9, 1)
     model.replay_buffer.env = None
     refuses(RuntimeError, r"call set_env\(env\)", model.replay_buffer.sample, 9)
