@@ -171,16 +171,13 @@ def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
     """Return the TensorDict of a tensorclass, and its non-tensor fields by name."""
     constants = dict(getattr(data, "_non_tensordict", {}) or {})
     tensordict = data._tensordict
-    tensors = tensordict.copy() if _has_non_tensor(tensordict) else tensordict
+    has_others = any(is_non_tensor(value) for value in tensordict.values())
+    tensors = tensordict.copy() if has_others else tensordict
     for key, value in list(tensordict.items()):
         if is_non_tensor(value):
             constants[key] = value.data if isinstance(value, NonTensorData) else value.tolist()
             del tensors[key]
     return tensors, {key: value for key, value in constants.items() if value is not None}
-
-
-def _has_non_tensor(tensordict: TensorDictBase) -> bool:
-    return any(is_non_tensor(value) for value in tensordict.values())
 
 
 def arange(*bounds: int) -> torch.Tensor:

@@ -416,10 +416,10 @@ class NStep(HistoryTransform):
         self.changes = frozenset(made if per_step else made | set(NEXT_FLAGS))
         # One tuple, because several threads may draw from buffers with other schemas.
         self._known: tuple[Collection[Path], list[Path], dict[bool, StepsPlan]] | None = None
-        self._powers: Array | None = None
+        self._powers: tuple[float, ...] | None = None
         if steps <= _TABLE_STEPS:
-            self._powers = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
-            self._floats = self._powers[:, None].astype(np.float32)
+            found = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
+            self._powers = tuple(found.tolist())
 
     # -- under the lock -----------------------------------------------------------------------
 
@@ -466,10 +466,9 @@ class NStep(HistoryTransform):
         taken, plans = self._of_schema(keys)
         if fills not in plans:
             assert self._powers is not None
-            discounts = tuple(self._powers.tolist())
             flag = TERMINATED if fills and TERMINATED in taken else None
             leaves = tuple(taken) if fills else ()
-            plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, discounts)
+            plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, self._powers)
         return plans[fills]
 
     @staticmethod
@@ -510,7 +509,7 @@ class NStep(HistoryTransform):
             **last,
             self.reward_key: sums,
             self.one_step_key: own,
-            _DISCOUNT: self._discounts(steps, sums),
+            _DISCOUNT: powers(self.gamma, steps + 1, sums),
             _STEPS: torch.from_numpy(steps[:, None] + 1).to(sums.device),
             _BOOTSTRAP: bootstrap,
         }
@@ -531,11 +530,6 @@ class NStep(HistoryTransform):
         above = self.reward_key[:-1]
         set_groups(data, {above: inner, (): made} if above else {(): {**inner, **made}})
         return data
-
-    def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
-        if self._powers is not None and sums.dtype is torch.float32:
-            return torch.from_numpy(self._floats.take(steps, 0)).to(sums.device)
-        return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
         """Return the discounted sum of the first ``steps[b] + 1`` rewards of each row b.

@@ -268,8 +268,7 @@ class Compose(Transform):
 
     def copy(self) -> Compose:
         """Return a chain of the same transforms."""
-        chain = Compose(order=self.order)
-        chain._set_entries(list(self.entries))
+        chain: Compose = self[:]
         return chain
 
     def state_dict(self) -> dict[str, Any]:
