@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,8 @@ from tensordict import (
     is_non_tensor,
     is_tensorclass,
 )
+
+from replaykit.keywords import functions_of
 
 __all__ = [  # of tensordict, for other modules
     "LazyStackedTensorDict",
@@ -296,15 +297,9 @@ class Uncompiled:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for part in cls.__mro__:
-            if part.__module__.partition(".")[0] != _PACKAGE:
-                continue
-            for member in vars(part).values():
-                if isinstance(member, (staticmethod, classmethod)):
-                    member = member.__func__
-                parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
-                for function in parts:
-                    if isinstance(function, FunctionType):
-                        uncompiled(function)
+            if part.__module__.partition(".")[0] == _PACKAGE:
+                for _, function in functions_of(part):
+                    uncompiled(function)
 
 
 def uncompiled(function: FunctionT) -> FunctionT:

@@ -223,9 +223,16 @@ def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
         )
     if ended is not None:
         same &= ~ended[:-1]
-    # The last row of each row's run. A run is a sequence of rows that follow each other.
-    stop = np.where(np.append(same, False), count, np.arange(count))
-    return np.minimum.accumulate(stop[::-1])[::-1] - np.arange(count)
+    return rows_until(~np.append(same, False))
+
+
+def rows_until(stops: Array) -> Array:
+    """Return the number of rows from each row to the next stop, int64 ``[n]``.
+
+    ``stops`` are bool ``[n]``, True at the very last row.
+    """
+    at = np.flatnonzero(stops)
+    return at[np.cumsum(stops) - stops] - np.arange(len(stops))
 
 
 def nearest_real(around: Surroundings) -> Array:

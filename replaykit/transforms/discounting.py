@@ -19,7 +19,7 @@ from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import RETURN_VALID, TERMINATED, Key, end_flags, format_key, unravel
-from replaykit.transforms.batch_values import last_real, set_all, set_real
+from replaykit.transforms.batch_values import last_real, rows_until, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
@@ -143,9 +143,7 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
         >>> discounted_returns(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]), 0.5)
         array([3., 4., 4.])
     """
-    at = np.nonzero(stops)[0]
-    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # later rows in the same sum
-    reach = 1
+    rest, reach = rows_until(stops), 1
     longest = int(rest.max(initial=0))
     while reach <= longest and gamma > 0:
         on = np.nonzero(rest >= reach)[0]
