@@ -48,6 +48,7 @@ from replaykit.adapters.sb3_rows import (
     SB3Ring,
     SB3Step,
     draw_integers,
+    equal_rows,
     fill_observation,
     same_observations,
     shaped_observation,
@@ -314,9 +315,7 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 self.rb.cut(np.flatnonzero(broken).tolist() if self.n_envs > 1 else None)
         fill_observation(step.before, before)
         fill_observation(step.after, after)
-        fill_observation(step.action, actions)
-        fill_observation(step.reward, rewards)
-        step.truncated[...] = late
+        step.action[...], step.reward[...], step.truncated[...] = actions, rewards, late
         np.greater(ended, step.truncated, out=step.terminated)  # ended and not late
         self.rb.extend(step.rows)
         step.ended = (step.terminated | step.truncated)[:, 0]
@@ -335,10 +334,9 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
             broken = ~(same_observations(before, self._step.after) | ended)
             fresh = broken | ended
         if self._frame:
-            assert isinstance(before, np.ndarray)
-            assert isinstance(after, np.ndarray)
-            shifted = same_observations(after[:, : -self._frame], before[:, self._frame :])
-            first = (before[:, : -self._frame] == 0).reshape(self.n_envs, -1).all(1)
+            stack, following = before[""], after[""]
+            shifted = equal_rows(following[:, : -self._frame], stack[:, self._frame :])
+            first = (stack[:, : -self._frame] == 0).reshape(self.n_envs, -1).all(1)
             bad = np.flatnonzero(~shifted | (fresh & ~first))
             if len(bad):
                 raise ValueError(

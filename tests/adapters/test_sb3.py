@@ -486,6 +486,8 @@ def test_n_step_stacks_equal() -> None:
         assert_equal(*both(found, expected, 16, number))
         if number % 5 == 4:  # a copy continues the open episodes
             found = pickle.loads(pickle.dumps(found))
+            state = found._step.__getstate__()  # earlier releases saved an array
+            found._step.__setstate__({**state, "after": state["after"][""]})
 
 
 @pytest.mark.parametrize("envs", [1, 4])
