@@ -152,13 +152,19 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
     return values
 
 
-def open_by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
+def bootstrap_of(
+    flag: torch.Tensor | None, around: Surroundings, last: Array, like: torch.Tensor
+) -> torch.Tensor:
     """Return a mask of the rows ``last`` that did not terminate, bool ``[B, 1]``.
 
-    The mask follows from the episode index.
+    ``flag`` is their terminated flag. Without it, the mask follows from the episode index.
     """
-    ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
-    return as_tensor_like(~ended[:, None], like)
+    if flag is None:
+        ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
+        return as_tensor_like(~ended[:, None], like)
+    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
+        return ~flag
+    return ~is_set(flag, 1).unsqueeze(-1)
 
 
 class Bootstrap(HistoryTransform):
@@ -202,13 +208,10 @@ class Bootstrap(HistoryTransform):
     def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
         """Add the mask."""
         flag = lookup(data, self.boundary)
-        if flag is not None:
-            bootstrap = ~is_set(flag, 1).unsqueeze(-1)
-        elif self.boundary == TERMINATED:
-            time = around.time if around.next_time is None else around.next_time
-            bootstrap = open_by_reason(around, time, next(iter(data.values(True, True))))
-        else:
+        if flag is None and self.boundary != TERMINATED:
             raise KeyError(f"{self!r}: expected the key {format_key(self.boundary)} in the batch")
+        time = around.time if around.next_time is None else around.next_time
+        bootstrap = bootstrap_of(flag, around, time, next(iter(data.values(True, True))))
         if self.per_window:
             set_all(data, {("bootstrap",): bootstrap[as_tensor_like(last_real(around), bootstrap)]})
         else:

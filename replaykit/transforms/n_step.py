@@ -33,10 +33,10 @@ from replaykit.transforms.batch_values import (
     set_real,
 )
 from replaykit.transforms.discounting import (
+    bootstrap_of,
     discounted_sums,
     is_set,
     one_step_key,
-    open_by_reason,
     powers,
     steps_and_gamma,
     sum_dtype,
@@ -501,30 +501,26 @@ class NStep(HistoryTransform):
         if fetched.last is not None:
             seen = around.seen(fetched.last)
             last = {key: seen[key] for key in fetched.keys}
-        if TERMINATED in last:
-            bootstrap = ~_column(last[TERMINATED])
-        else:
-            bootstrap = open_by_reason(around, around.time + steps, own)
-        values = {
-            **last,
+        bootstrap = bootstrap_of(last.get(TERMINATED), around, around.time + steps, own)
+        set_real(data, last | self._target(own, sums, steps, bootstrap), around.mask)
+        return data
+
+    def _target(
+        self, own: torch.Tensor, sums: torch.Tensor, steps: Array, bootstrap: torch.Tensor
+    ) -> dict[Path, torch.Tensor]:
+        return {
             self.reward_key: sums,
             self.one_step_key: own,
             _DISCOUNT: powers(self.gamma, steps + 1, sums),
-            _STEPS: torch.from_numpy(steps[:, None] + 1).to(sums.device),
+            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
             _BOOTSTRAP: bootstrap,
         }
-        set_real(data, values, around.mask)
-        return data
 
     def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
         """Add the parts of a target to a batch that has the last step's ``next`` already."""
         bootstrap = led.open
         if bootstrap is None:
-            terminated = lookup(data, TERMINATED)
-            if terminated is None:
-                bootstrap = open_by_reason(around, led.ends, own)
-            else:
-                bootstrap = ~_column(terminated)
+            bootstrap = bootstrap_of(lookup(data, TERMINATED), around, led.ends, own)
         inner = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
         made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
         above = self.reward_key[:-1]
@@ -560,24 +556,15 @@ class NStep(HistoryTransform):
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
         terminated = lookup(data, TERMINATED)
-        if terminated is not None:
-            bootstrap = ~_column(terminated)[last]
-        else:
-            bootstrap = open_by_reason(around, around.time + steps, own)
-        values = {
-            self.reward_key: sums,
-            self.one_step_key: own,
-            _DISCOUNT: powers(self.gamma, steps + 1, sums),
-            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
-            _BOOTSTRAP: bootstrap,
-        }
+        flag = None if terminated is None else terminated[last]
+        bootstrap = bootstrap_of(flag, around, around.time + steps, own)
         skipped = {*NEXT_FLAGS, self.reward_key, self.one_step_key}
         found = {
             ("boot", *path[1:]): leaf[boot]
             for path, leaf in ((unravel(key), leaf) for key, leaf in data.items(True, True))
             if path[0] == "next" and path not in skipped
         }
-        set_real(data, values, around.mask)
+        set_real(data, self._target(own, sums, steps, bootstrap), around.mask)
         set_all(data, found)  # this also sets "boot" at padding
         return data
 
@@ -598,10 +585,3 @@ def _times(around: Surroundings, steps: Array) -> Array:
     """Return the times of all steps of each row, ``[B, m]``; the last time repeats."""
     width = int(steps.max()) + 1 if len(steps) else 1
     return around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
-
-
-def _column(flag: torch.Tensor) -> torch.Tensor:
-    """Return a flag as bool ``[B, 1]``."""
-    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
-        return flag
-    return is_set(flag, 1).unsqueeze(-1)
