@@ -18,6 +18,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import as_share
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.transforms import Compose, StackFrames
@@ -182,8 +183,6 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 f"gamma: expected the discount of the algorithm with n_steps={n_steps}, got None; "
                 f"pass replay_buffer_kwargs={{'n_steps': {n_steps}, 'gamma': ...}}"
             )
-        if gamma is not None and not 0 <= gamma <= 1:
-            raise ValueError(f"gamma: expected a discount in [0, 1], got {gamma!r}")
         for name, exponent in (("alpha", alpha), ("beta", beta)):
             if exponent is not None and not prioritized:
                 raise ValueError(
@@ -195,7 +194,8 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 "recover=True: expected storage= with the folder of the rows, got 'memory'"
             )
         self.n_steps, self.prioritized = n_steps, prioritized
-        self.gamma = 1.0 if gamma is None else gamma  # a single reward is not discounted
+        # A single reward is not discounted.
+        self.gamma = 1.0 if gamma is None else as_share("gamma", gamma)
         self._frame = self._frame_size(frame_stack)
         action = self._maybe_cast_dtype(action_space.dtype), self.action_dim
         self._step = SB3Step(observation_space, self.obs_shape, action, n_envs, self._frame)

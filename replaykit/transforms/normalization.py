@@ -485,16 +485,13 @@ def _scale_of(statistics: Any, key: Path, mode: str) -> _Scale:
 
     if mode == "mean_std":
         shift, scale = read("mean"), read("std")
+        if "min" in found and "max" in found:
+            # Rounding may give a constant column a deviation, and move its mean.
+            same = read("min") == read("max")
+            shift, scale = torch.where(same, read("min"), shift), scale.masked_fill(same, 0.0)
     else:
-        low, high = ("min", "max") if mode == "min_max" else ("quantiles", "quantiles")
-        least, most = read(low), read(high)
-        if mode == "quantiles":
-            least, most = least[0], most[-1]
-        shift, scale = (least + most) / 2, (most - least) / 2
-    if mode == "mean_std" and "min" in found and "max" in found:
-        # Rounding may give a constant column a deviation, and move its mean.
-        same = read("min") == read("max")
-        shift, scale = torch.where(same, read("min"), shift), scale.masked_fill(same, 0.0)
+        bounds = (read("min"), read("max")) if mode == "min_max" else read("quantiles")
+        shift, scale = (bounds[0] + bounds[-1]) / 2, (bounds[-1] - bounds[0]) / 2
     return shift, scale.masked_fill(scale <= 0, 1.0)
 
 

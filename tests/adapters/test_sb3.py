@@ -743,7 +743,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
         ({"n_steps": 0}, "expected n_steps as an int of at least 1, got 0"),
         ({"frame_stack": 1.5}, "expected frame_stack as an int of at least 1, got 1.5"),
         ({"frame_stack": 3}, "frame_stack=3: expected an array whose first axis"),
-        ({"gamma": 1.5}, r"gamma: expected a discount in \[0, 1\], got 1.5"),
+        ({"gamma": 1.5}, r"gamma: expected a number in \[0, 1\], got 1.5"),
         ({"n_steps": 3}, "gamma: expected the discount of the algorithm with n_steps=3, got None"),
         ({"alpha": 0.6}, "alpha: expected None without prioritized=True, got 0.6"),
         ({"beta": 0.0}, "beta: expected None without prioritized=True, got 0.0"),
