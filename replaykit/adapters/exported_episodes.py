@@ -159,14 +159,15 @@ class ExportSource:
 
     def _found_flags(self) -> tuple[Key | None, Key | None]:
         """Return the keys of terminations and truncations; `done` alone means terminations."""
-        terminated, truncated = TERMINATED, TRUNCATED if TRUNCATED in self.leaves else None
+        terminated = TERMINATED
+        truncated = TRUNCATED if TRUNCATED in self.leaves else None
         if terminated not in self.leaves and truncated is None and DONE in self.leaves:
             terminated = DONE
         self._require(terminated)
         if self._whole:
             self._require(REWARD)
         for key in (terminated, truncated, REWARD):
-            if key not in self.leaves:
+            if key is None or key not in self.leaves:
                 continue
             shape = self.leaves[key].shape
             if shape.numel() != 1:

@@ -296,12 +296,13 @@ def _lane_key(manifest: Mapping[str, Any], writer: dict[str, Any], content: Cont
     heads = (writer.get("_episodes") or {}).get("heads") or {}
     if not ("streams" in heads or "_lanes" in writer):
         return None
-    numbers = streams_of(writer).numpy() if "_lanes" in writer else None
-    for path, column in content.single_group().leaves.items() if numbers is not None else ():
-        if column[:1].nbytes <= _KEY_BYTES:
-            keys = stream_keys(column[:])
-            if np.array_equal(np.unique(keys, return_inverse=True)[1], numbers):
-                return path
+    if "_lanes" in writer:
+        numbers = streams_of(writer).numpy()
+        for path, column in content.single_group().leaves.items():
+            if column[:1].nbytes <= _KEY_BYTES:
+                keys = stream_keys(column[:])
+                if np.array_equal(np.unique(keys, return_inverse=True)[1], numbers):
+                    return path
     raise ValueError(
         "an earlier release saved interleaved streams without the name of their lane_key; load "
         "the checkpoint into a buffer whose storage has this lane_key, and save it again"

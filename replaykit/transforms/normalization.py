@@ -604,8 +604,8 @@ class Pad(ValueTransform):
                 old = require_tensor(data, key)
             new, size = self._padded(old, data.batch_dims, key, width), old.shape[-1]
             mask = torch.arange(new.shape[-1], device=new.device) < size
-            made[key] = new
-            made[(*key[:-1], f"{key[-1]}_mask")] = mask.expand(*data.batch_size, len(mask)).clone()
+            mask_key = (*key[:-1], f"{key[-1]}_mask")
+            made |= {key: new, mask_key: mask.expand(*data.batch_size, len(mask)).clone()}
         return with_values(data, made)
 
     def _padded(
