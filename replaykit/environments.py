@@ -193,7 +193,9 @@ class VectorSteps:
         self.infos: Any = {}
         self.ended = np.zeros(count, bool)
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or only those in ``options["reset_mask"]``.
 
         Rows of unfinished episodes stay. The next rows belong to new episodes.

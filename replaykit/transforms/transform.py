@@ -178,8 +178,12 @@ class Compose(Transform):
             if entry.reads_around
         ]
         changes = [getattr(one, "changes", ()) for _, one in self.readers]
-        # The keys that these transforms write. They replace info keys of the same name.
-        self.changes: frozenset[Any] = frozenset().union(*changes)
+        self._changes: frozenset[Any] = frozenset().union(*changes)
+
+    @property
+    def changes(self) -> frozenset[Any]:
+        """Keys that ``readers`` write. They replace info keys of the same name."""
+        return self._changes
 
     @property
     def checking_writes(self) -> list[Any]:
