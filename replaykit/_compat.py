@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,8 @@ from tensordict import (
     is_non_tensor,
     is_tensorclass,
 )
+
+from replaykit.keywords import functions_of
 
 __all__ = [  # of tensordict, for other modules
     "LazyStackedTensorDict",
@@ -171,16 +172,13 @@ def tensorclass_parts(data: Any) -> tuple[TensorDictBase, dict[str, Any]]:
     """Return the TensorDict of a tensorclass, and its non-tensor fields by name."""
     constants = dict(getattr(data, "_non_tensordict", {}) or {})
     tensordict = data._tensordict
-    tensors = tensordict.copy() if _has_non_tensor(tensordict) else tensordict
+    has_others = any(is_non_tensor(value) for value in tensordict.values())
+    tensors = tensordict.copy() if has_others else tensordict
     for key, value in list(tensordict.items()):
         if is_non_tensor(value):
             constants[key] = value.data if isinstance(value, NonTensorData) else value.tolist()
             del tensors[key]
     return tensors, {key: value for key, value in constants.items() if value is not None}
-
-
-def _has_non_tensor(tensordict: TensorDictBase) -> bool:
-    return any(is_non_tensor(value) for value in tensordict.values())
 
 
 def arange(*bounds: int) -> torch.Tensor:
@@ -299,15 +297,9 @@ class Uncompiled:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for part in cls.__mro__:
-            if part.__module__.partition(".")[0] != _PACKAGE:
-                continue
-            for member in vars(part).values():
-                if isinstance(member, (staticmethod, classmethod)):
-                    member = member.__func__
-                parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
-                for function in parts:
-                    if isinstance(function, FunctionType):
-                        uncompiled(function)
+            if part.__module__.partition(".")[0] == _PACKAGE:
+                for _, function in functions_of(part):
+                    uncompiled(function)
 
 
 def uncompiled(function: FunctionT) -> FunctionT:

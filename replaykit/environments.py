@@ -114,7 +114,8 @@ class VectorSteps:
     - ``NEXT_STEP``: the step after the end of an episode resets the environment. It ignores the
       environment's action and makes no row.
     - ``SAME_STEP``: the step that ends an episode also resets the environment.
-      ``infos["final_obs"]`` is the next observation of the row.
+      ``infos["final_obs"]`` is the next observation of the row. With the wrapper `DictInfoToList`,
+      it is ``infos[env]["final_obs"]``.
     - ``DISABLED``: after the end of an episode, the caller must call ``reset(options={"reset_mask":
       steps.ended})``. Otherwise the next step raises.
 
@@ -189,7 +190,7 @@ class VectorSteps:
         self._next_episode = 0
         self._before: Any = None
         self.observation: Any = None
-        self.infos: dict[str, Any] = {}
+        self.infos: Any = {}
         self.ended = np.zeros(count, bool)
 
     def reset(
@@ -327,12 +328,16 @@ def _mode_of(envs: Any, given: object) -> str:
     return one_of("autoreset", given.lower() if isinstance(given, str) else given, _MODES)
 
 
-def _with_final(after: Any, infos: Mapping[str, Any], ended: np.ndarray[Any, Any]) -> Any:
-    """Return the observations after a step, with final ones for ended episodes."""
-    final = infos.get("final_obs")
-    after = after.clone()
+def _with_final(after: Any, infos: Any, ended: np.ndarray[Any, Any]) -> Any:
+    """Return the observations after a step, with final ones for ended episodes.
+
+    ``infos`` is a dict, or a list with a dict of each environment.
+    """
+    after, is_list = after.clone(), not isinstance(infos, Mapping)
     for env in np.flatnonzero(ended).tolist():
-        value = None if final is None else _of_one(final, env)
+        value = (infos[env] if is_list else infos).get("final_obs")
+        if not (is_list or value is None):
+            value = _of_one(value, env)
         if value is None:
             raise RuntimeError(
                 f"expected the last observation of environment {env}, which has ended, in "

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import platform
+import re
 import shutil
 import sys
 import uuid
@@ -64,12 +65,8 @@ def siblings(target: Path, purpose: str) -> list[Path]:
     return sorted(
         target.with_name(name)
         for name in names
-        if name.startswith(prefix) and _is_hex(name[len(prefix) :])
+        if name.startswith(prefix) and re.fullmatch("[0-9a-f]{32}", name[len(prefix) :])
     )
-
-
-def _is_hex(text: str) -> bool:
-    return len(text) == 32 and all(digit in "0123456789abcdef" for digit in text)
 
 
 class NoRoomError(OSError):

@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -26,10 +26,6 @@ class Replaced(NamedTuple):
 
     same: tuple[Any, ...]
     instead: str
-
-    def accepts(self, value: Any) -> bool:
-        """Return whether a value matches the behavior of the class."""
-        return any(type(value) is type(known) and value == known for known in self.same)
 
 
 def checked_keywords(init: _Init) -> _Init:
@@ -70,7 +66,7 @@ def checked_keywords(init: _Init) -> _Init:
                 if name not in kwargs:
                     continue
                 value = kwargs.pop(name)
-                if not replaced.accepts(value):
+                if not any(type(value) is type(one) and value == one for one in replaced.same):
                     raise ValueError(
                         f"{_name(cls)} does not take {name}={value!r:.80}: {replaced.instead}"
                     )
@@ -108,15 +104,21 @@ def named_after(cls: _Class) -> _Class:
     for base in cls.__mro__:
         if base is object or ("_named" in vars(base) and base is not cls):
             continue
-        for name, member in vars(base).items():
-            if isinstance(member, (classmethod, staticmethod)):
-                member = member.__func__
-            for method in (member.fget, member.fset) if isinstance(member, property) else (member,):
-                found = getattr(method, "__qualname__", None)
-                if isinstance(method, FunctionType) and found == f"{base.__name__}.{name}":
-                    method.__qualname__ = f"{cls.__name__}.{name}"
-                    method.__module__ = cls.__module__  # pickle finds the method there by that name
+        for name, method in functions_of(base):
+            if method.__qualname__ == f"{base.__name__}.{name}":
+                method.__qualname__ = f"{cls.__name__}.{name}"
+                method.__module__ = cls.__module__  # pickle finds the method there by that name
     return cls
+
+
+def functions_of(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the functions that a class itself defines, with the names of its members."""
+    for name, member in vars(cls).items():
+        if isinstance(member, (classmethod, staticmethod)):
+            member = member.__func__
+        for function in (member.fget, member.fset) if isinstance(member, property) else (member,):
+            if isinstance(function, FunctionType):
+                yield name, function
 
 
 def refuse_unknown(cls: type, given: Mapping[str, Any], known: Collection[str]) -> None:

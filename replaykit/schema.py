@@ -28,8 +28,10 @@ from replaykit.structure import (
     from_numbers,
     from_numpy,
     leaf_paths,
+    only_tensordicts,
+    shown,
 )
-from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, end_flags, format_key, no_key, unravel
+from replaykit.ted import FLAG_KEYS, RESERVED_KEYS, end_flags, no_key, unravel
 
 _RESERVED_PATHS: frozenset[Path] = frozenset((name,) for name in RESERVED_KEYS)
 
@@ -130,7 +132,7 @@ class Schema:
     def _differences(self, got: dict[Path, Leaf]) -> list[str]:
         paths = sorted(self.leaves.keys() | got.keys(), key=lambda path: [str(p) for p in path])
         return [
-            f"key {_at(path)}: expected {self.leaves.get(path, 'no such key')}, "
+            f"key {shown(path)}: expected {self.leaves.get(path, 'no such key')}, "
             f"got {got.get(path, 'nothing')}"
             for path in paths
             if self.leaves.get(path) != got.get(path)
@@ -178,7 +180,7 @@ class Schema:
         return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in self.leaves.values())
 
     def __repr__(self) -> str:
-        lines = [f"    {_at(path)}: {leaf}" for path, leaf in self.leaves.items()]
+        lines = [f"    {shown(path)}: {leaf}" for path, leaf in self.leaves.items()]
         return "\n".join(["Schema(", *lines, ")"])
 
 
@@ -194,7 +196,7 @@ def _merged(mine: Node, other: Node, path: Path) -> Node:
     """Return a tree with children that only the other tree has, marked as added."""
     if isinstance(mine, Leaf) or isinstance(other, Leaf):
         if isinstance(other, Branch) and other.children:
-            raise SchemaError(f"key {_at(path)}: expected {mine}, got a {_kind(other)}")
+            raise SchemaError(f"key {shown(path)}: expected {mine}, got a {_kind(other)}")
         return mine
     known, theirs = dict(mine.children), dict(other.children)
     children = [
@@ -204,15 +206,15 @@ def _merged(mine: Node, other: Node, path: Path) -> Node:
     new = [(part, _added(child)) for part, child in other.children if part not in known]
     if new and mine.kind not in ("tensordict", "mapping"):
         raise SchemaError(
-            f"key {_at((*path, new[0][0]))}: expected no such key, since the fields of a "
+            f"key {shown((*path, new[0][0]))}: expected no such key, since the fields of a "
             f"{_kind(mine)} are fixed"
         )
     for part, child in new:
         for inner, leaf in leaf_paths(child, (*path, part)):
             if leaf.shape[: len(mine.extra)] != mine.extra:
                 raise SchemaError(
-                    f"key {_at(inner)}: expected a shape that begins with {list(mine.extra)}, the "
-                    f"batch dimensions of its TensorDict, got {list(leaf.shape)}"
+                    f"key {shown(inner)}: expected a shape that begins with {list(mine.extra)}, "
+                    f"the batch dimensions of its TensorDict, got {list(leaf.shape)}"
                 )
     if not new and all(child is known[part] for part, child in children):
         return mine
@@ -244,14 +246,14 @@ def _container_differences(expected: Node, got: Node, path: Path) -> list[str]:
     if not (isinstance(expected, Branch) and isinstance(got, Branch)):
         return []
     if _kind(expected) != _kind(got):
-        return [f"key {_at(path)}: expected a {_kind(expected)}, got a {_kind(got)}"]
+        return [f"key {shown(path)}: expected a {_kind(expected)}, got a {_kind(got)}"]
     problems = []
     if expected.kind == "tensorclass":
         for name in sorted(expected.constants.keys() | got.constants.keys()):
             want, have = expected.constants.get(name), got.constants.get(name)
             if type(want) is not type(have) or want != have:
                 problems.append(
-                    f"field {_at((*path, name))}: expected {want!r} (a field without a tensor is "
+                    f"field {shown((*path, name))}: expected {want!r} (a field without a tensor is "
                     f"the same in every row), got {have!r}"
                 )
     others = dict(got.children)
@@ -270,7 +272,7 @@ def check_alike(one: tuple[int, Node], other: tuple[int, Node]) -> None:
     (first, tree), (second, found) = one, other
     known, there = dict(leaf_paths(tree)), dict(leaf_paths(found))
     lines = [
-        f"key {_at(path)}: {known.get(path, 'nothing')} and {there.get(path, 'nothing')}"
+        f"key {shown(path)}: {known.get(path, 'nothing')} and {there.get(path, 'nothing')}"
         for path in sorted(set(known) | set(there), key=str)
         if known.get(path) != there.get(path)
     ]
@@ -403,15 +405,11 @@ def _stack(rows: list[Rows]) -> Rows:
 def _common_batch(leaves: dict[Path, torch.Tensor], ndim: int) -> torch.Size:
     shapes = {leaf.shape[:ndim] for leaf in leaves.values()}
     if len(shapes) > 1:
-        found = ", ".join(f"{_at(path)}: {list(leaf.shape)}" for path, leaf in leaves.items())
+        found = ", ".join(f"{shown(path)}: {list(leaf.shape)}" for path, leaf in leaves.items())
         raise SchemaError(
             f"expected all tensors to share the first {ndim} dimension(s), got {found}"
         )
     return shapes.pop()
-
-
-def _at(path: Path) -> str:
-    return format_key(path) if path else "(root)"
 
 
 _CACHED_SHAPES = 16
@@ -497,7 +495,8 @@ class Matcher:
         """Return shapes and template for a batch shape; None if no data can match."""
         if len(self._templates) >= _CACHED_SHAPES:
             self._templates.clear()
-        if TENSORDICT_PARTS is None or not _of_tensordicts(self.root):
+        root = self.root
+        if TENSORDICT_PARTS is None or isinstance(root, Leaf) or not only_tensordicts(root):
             return None
         given = batch[: len(self.lanes) + (not single)]
         rows = torch.Size([1, *given]) if single else given
@@ -509,7 +508,7 @@ class Matcher:
             return None
         places = {path: place for place, path in enumerate(self.paths)}
         branches: list[tuple[Any, ...]] = []
-        pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), self.root)]
+        pending: list[tuple[int, str, Path, Any]] = [(-1, "", (), root)]
         for parent, part, path, branch in pending:
             leaves = []
             for name, child in branch.children:
@@ -595,9 +594,3 @@ class MatchedRows(Rows):
 
     def _select(self, leaves: dict[Path, torch.Tensor]) -> None:
         self._taken = leaves
-
-
-def _of_tensordicts(node: Node) -> bool:
-    if not isinstance(node, Branch) or node.kind != "tensordict":
-        return False
-    return all(isinstance(child, Leaf) or _of_tensordicts(child) for _, child in node.children)

@@ -30,7 +30,7 @@ from replaykit._compat import (
     tensorclass_parts,
 )
 from replaykit.errors import SchemaError
-from replaykit.ted import format_key
+from replaykit.ted import format_key, unravel
 
 Path = tuple[Any, ...]
 """The nested keys and sequence positions that lead to a leaf; ``()`` for a tensor."""
@@ -150,12 +150,12 @@ def _flatten(
         if data.layout is not torch.strided or data.is_quantized or data.is_nested or data.is_meta:
             kind = "a nested tensor" if data.is_nested else f"layout {data.layout}"
             raise TypeError(
-                f"key {_at(path)}: expected a dense tensor with values, got {kind}, "
+                f"key {shown(path)}: expected a dense tensor with values, got {kind}, "
                 f"dtype {data.dtype}, device {data.device}"
             )
         if data.ndim < ndim:
             raise SchemaError(
-                f"key {_at(path)}: expected at least {ndim} batch dimension(s), "
+                f"key {shown(path)}: expected at least {ndim} batch dimension(s), "
                 f"got shape {list(data.shape)}; extend() takes a batch, add() one row"
             )
         leaf = data.detach() if rules.detach else data
@@ -167,17 +167,19 @@ def _flatten(
         return Leaf(leaf.shape[ndim:], leaf.dtype)
     if is_non_tensor(data):
         raise TypeError(
-            f"key {_at(path)}: expected a tensor, got non-tensor data; "
+            f"key {shown(path)}: expected a tensor, got non-tensor data; "
             "ListStorage and LazyStackStorage take any object"
         )
+    constants: dict[str, Any] = {}
+    extra = torch.Size()
     if is_tensorclass(data):
         tensors, constants = tensorclass_parts(data)
-        return _branch("tensorclass", tensors, type(data), constants, ndim, path, leaves, rules)
-    if is_tensordict(data):
+        items, kind, extra = _fields(tensors, ndim, path, rules), "tensorclass", tensors.batch_size
+    elif is_tensordict(data):
         if isinstance(data, LazyStackedTensorDict):
             _check_lazy_stack(data, path)
-        return _branch("tensordict", data, type(data), {}, ndim, path, leaves, rules)
-    if isinstance(data, Mapping):
+        items, kind, extra = _fields(data, ndim, path, rules), "tensordict", data.batch_size
+    elif isinstance(data, Mapping):
         items, kind = list(data.items()), "mapping"
     elif (numbers := from_numbers(data, path)) is not None:
         if path in rules.stored:
@@ -187,7 +189,7 @@ def _flatten(
         items, kind = list(enumerate(data)), "sequence"
     else:
         raise TypeError(
-            f"key {_at(path)}: expected a TensorDict, tensor, array, number or pytree of these, "
+            f"key {shown(path)}: expected a TensorDict, tensor, array, number or pytree of these, "
             f"got {type(data).__name__}"
         )
     children = tuple(
@@ -195,40 +197,21 @@ def _flatten(
         for part, value in items
         if (*path, part) not in rules.drop
     )
-    return Branch(kind, children, type(data))
+    return Branch(kind, children, type(data), extra[ndim:], constants)
 
 
-def _branch(
-    kind: str,
-    data: Any,
-    cls: type,
-    constants: dict[str, Any],
-    ndim: int,
-    path: Path,
-    leaves: dict[Path, torch.Tensor],
-    rules: Rules,
-) -> Branch:
+def _fields(data: Any, ndim: int, path: Path, rules: Rules) -> list[tuple[Any, Any]]:
+    """Return the values of a TensorDict; only a plain one may include dropped ones."""
     if data.batch_dims < ndim:
         raise SchemaError(
-            f"key {_at(path)}: expected a batch_size of at least {ndim} dimension(s), "
+            f"key {shown(path)}: expected a batch_size of at least {ndim} dimension(s), "
             f"got {list(data.batch_size)}; extend() takes a batch, add() one row"
         )
     # Only a plain TensorDict stores its values. Other kinds compute them one by one.
-    items = (
-        list(data.items())
-        if type(data) is TensorDict
-        else [
-            (part, _get(data, part, path))
-            for part in list(data.keys())
-            if (*path, part) not in rules.drop
-        ]
-    )
-    children = tuple(
-        (part, _flatten(value, ndim, (*path, part), leaves, rules))
-        for part, value in items
-        if (*path, part) not in rules.drop
-    )
-    return Branch(kind, children, cls, data.batch_size[ndim:], constants)
+    if type(data) is TensorDict:
+        return list(data.items())
+    names = [part for part in data.keys() if (*path, part) not in rules.drop]  # noqa: SIM118
+    return [(part, _get(data, part, path)) for part in names]
 
 
 def _get(data: Any, part: str, path: Path) -> Any:
@@ -236,7 +219,7 @@ def _get(data: Any, part: str, path: Path) -> Any:
         return data.get(part)
     except RuntimeError as error:
         raise SchemaError(
-            f"key {_at((*path, part))}: expected rows of one shape, got a lazy stack whose rows "
+            f"key {shown((*path, part))}: expected rows of one shape, got a lazy stack whose rows "
             f"differ ({error})"
         ) from None
 
@@ -247,11 +230,9 @@ def _check_lazy_stack(data: LazyStackedTensorDict, path: Path) -> None:
     for position, row in enumerate(rows):
         differing = first.symmetric_difference(row.keys(True, True))
         if differing:
-            names = ", ".join(
-                sorted(format_key(k if isinstance(k, tuple) else (k,)) for k in differing)
-            )
+            names = ", ".join(sorted(format_key(unravel(key)) for key in differing))
             raise SchemaError(
-                f"key {_at(path)}: expected rows with the same keys, "
+                f"key {shown(path)}: expected rows with the same keys, "
                 f"row {position} differs from row 0 in {names}"
             )
 
@@ -267,7 +248,7 @@ def from_numpy(data: np.ndarray, path: Path = ()) -> torch.Tensor:
         return torch.from_numpy(data if plain else data.copy())
     except (TypeError, ValueError):
         raise TypeError(
-            f"key {_at(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
+            f"key {shown(path)}: expected an array of numbers, got NumPy dtype {data.dtype}"
         ) from None
 
 
@@ -294,7 +275,7 @@ def from_numbers(data: Any, path: Path = ()) -> torch.Tensor | None:
         array = np.asarray(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise SchemaError(
-            f"key {_at(path)}: expected numbers of one shape that torch can hold ({error})"
+            f"key {shown(path)}: expected numbers of one shape that torch can hold ({error})"
         ) from None
     return from_numpy(array, path)
 
@@ -331,7 +312,8 @@ def _all_numbers(data: Any) -> bool:
     return all(map(_all_numbers, data)) if isinstance(data, list) else isinstance(data, _NUMBERS)
 
 
-def _at(path: Path) -> str:
+def shown(path: Path) -> str:
+    """Return a path as errors show it."""
     return format_key(path) if path else "(root)"
 
 
@@ -470,7 +452,7 @@ def assembler(
     places = {path: place for place, path in enumerate(paths)}
     if isinstance(root, Leaf):
         return lambda leaves, batch, device: leaves[0]
-    if not _plain(root):
+    if not only_tensordicts(root):
         return lambda leaves, batch, device: build(
             root, dict(zip(paths, leaves, strict=True)), batch, device
         )
@@ -478,11 +460,11 @@ def assembler(
     return functools.partial(filled, template)
 
 
-def _plain(node: Node) -> bool:
+def only_tensordicts(node: Node) -> bool:
     """Return whether all containers of a tree are TensorDicts."""
     if isinstance(node, Leaf):
         return True
-    return node.kind == "tensordict" and all(_plain(child) for _, child in node.children)
+    return node.kind == "tensordict" and all(only_tensordicts(child) for _, child in node.children)
 
 
 def _template(node: Branch, path: Path, places: Mapping[Path, int]) -> Template:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorObservationWrapper
+from gymnasium.wrappers.vector import DictInfoToList
 from tensordict import TensorDict
 
 from replaykit import (
@@ -167,6 +168,25 @@ def test_nested_spaces_have_their_true_last_observation(mode: AutoresetMode, kin
     plain["next", "observation"] = rows["next", "observation", "image"]
     for env in range(ENVS):
         own = plain[plain["env"] == env]
+        assert expected(env, len(own)) == rows_of(own)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_infos_may_be_a_list_with_a_dict_of_each_environment(
+    mode: AutoresetMode, nested: bool
+) -> None:
+    steps = VectorSteps(DictInfoToList(make_envs(SyncVectorEnv, mode, nested=nested)))
+    written: list[TensorDict] = []
+    play(steps, 30, written.append)
+    assert [type(each) for each in steps.infos] == [dict] * ENVS
+    rows = torch.cat(written)
+    for keys in (("observation",), ("next", "observation")) if nested else ():
+        seen = rows[keys]
+        assert torch.equal(seen["parts", "0"], -seen["image"] / 1000)
+        rows[keys] = seen["image"]
+    for env in range(ENVS):
+        own = rows[rows["env"] == env]
         assert expected(env, len(own)) == rows_of(own)
 
 

@@ -13,7 +13,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.published_buffer import encoded_frames
 from replaykit.errors import SchemaError
 from replaykit.storages.memory import differing
-from replaykit.ted import Key, format_key
+from replaykit.ted import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key
 
 Array = np.ndarray[Any, Any]
 Values = Array | dict[str, "Values"]
@@ -21,7 +21,6 @@ Values = Array | dict[str, "Values"]
 
 OBSERVATION: Final = ("observation",)
 ACTION: Final = ("action",)
-REWARD: Final = ("next", "reward")
 INFO: Final = ("info",)
 SEED: Final = ("source_seed",)
 SINGLE: Final = (REWARD, ("next", "success"))
@@ -160,19 +159,16 @@ class ExportSource:
 
     def _found_flags(self) -> tuple[Key | None, Key | None]:
         """Return the keys of terminations and truncations; `done` alone means terminations."""
-        terminated: Key | None = ("next", "terminated")
-        truncated: Key | None = ("next", "truncated")
-        if terminated not in self.leaves:
-            if truncated in self.leaves or ("next", "done") not in self.leaves:
-                raise self._missing(("next", "terminated"))
-            terminated = ("next", "done")
-        if truncated not in self.leaves:
-            truncated = None
+        terminated = TERMINATED
+        truncated = TRUNCATED if TRUNCATED in self.leaves else None
+        if terminated not in self.leaves and truncated is None and DONE in self.leaves:
+            terminated = DONE
+        self._require(terminated)
+        if self._whole:
+            self._require(REWARD)
         for key in (terminated, truncated, REWARD):
-            if key is None or (key not in self.leaves and not self._whole):
+            if key is None or key not in self.leaves:
                 continue
-            if key not in self.leaves:
-                raise self._missing(key)
             shape = self.leaves[key].shape
             if shape.numel() != 1:
                 raise SchemaError(
@@ -184,19 +180,17 @@ class ExportSource:
     def _wanted(self) -> list[Key]:
         for root in (OBSERVATION, ACTION) if self._whole else (OBSERVATION,):
             if not self.below(root):
-                raise self._missing(root)
+                self._require(root)
         for key in self.below(OBSERVATION):
-            after = ("next", *key)
-            if after not in self.leaves and not self._whole:
-                continue
-            if after not in self.leaves:
-                raise self._missing(after)
-            if self.leaves[after] != self.leaves[key]:
+            after = next_key(key)
+            if self._whole:
+                self._require(after)
+            if self.leaves.get(after, self.leaves[key]) != self.leaves[key]:
                 raise SchemaError(
                     f"key {format_key(after)}: expected {self.leaves[key]}, as for "
                     f"{format_key(key)}, got {self.leaves[after]}"
                 )
-        roots = (OBSERVATION, ("next", *OBSERVATION), ACTION, INFO, ("next", *INFO))
+        roots = (OBSERVATION, next_key(OBSERVATION), ACTION, INFO, next_key(INFO))
         single = {*SINGLE, ("state",), SEED, *self._flags}
         found = [
             key
@@ -213,11 +207,14 @@ class ExportSource:
                 ) from error
         return found
 
-    def _missing(self, key: Key) -> KeyError:
-        known = ", ".join(map(format_key, self.leaves))
-        return KeyError(
-            f"key {format_key(key)}: expected such a column for {self._target}, got only {known}"
-        )
+    def _require(self, key: Key) -> None:
+        """Raise KeyError if there is no such column."""
+        if key not in self.leaves:
+            known = ", ".join(map(format_key, self.leaves))
+            raise KeyError(
+                f"key {format_key(key)}: expected such a column for {self._target}, got only "
+                f"{known}"
+            )
 
     def __len__(self) -> int:
         return len(self._episodes)
@@ -311,8 +308,7 @@ class ExportSource:
                 f"key {format_key(key)}: expected a space with a fixed shape, got "
                 f"{type(space).__name__}"
             )
-        if key not in self.leaves:
-            raise self._missing(key)
+        self._require(key)
         leaf = self.leaves[key].shape
         # A value without dimensions has one of size 1 in a row.
         if tuple(leaf) != (tuple(shape) or (1,)) and not (tuple(shape) == () and not leaf):

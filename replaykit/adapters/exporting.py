@@ -114,10 +114,11 @@ def to_minari(
             env_spec=spec,
             jpeg_encoding=False,
         )
-        named = {name: _as_set(name, value) for name, value in metadata.items()}
-        storage.update_metadata(
-            {**named, "dataset_id": dataset_id, "minari_version": minari.__version__}
-        )
+        named = {"dataset_id": dataset_id, "minari_version": minari.__version__}
+        for name in ("author", "author_email"):
+            if isinstance(metadata.get(name), str):
+                metadata[name] = {metadata[name]}
+        storage.update_metadata({**metadata, **named})
         steps = _write_minari(source, spaces, draft)
         storage.update_metadata(
             {
@@ -458,10 +459,6 @@ def _of_space(
         return read(key, space.shape)
     found = {name: _of_space(source, read, part, below) for name, part, below in parts}
     return found if isinstance(space.spaces, Mapping) else tuple(found.values())
-
-
-def _as_set(name: str, value: Any) -> Any:
-    return {value} if name in ("author", "author_email") and isinstance(value, str) else value
 
 
 def _add_namespaces(folder: Path, namespace: str | None) -> None:

@@ -22,6 +22,7 @@ from replaykit.adapters.exported_episodes import (
 from replaykit.buffer import ReplayBuffer
 from replaykit.datasets.encoded_frames import image_module, video_module
 from replaykit.datasets.families.lerobot_files import INFO, Feature, arrow, values_of
+from replaykit.declared import Positive, read_value
 from replaykit.errors import SchemaError
 from replaykit.ted import Key, format_key
 
@@ -102,8 +103,7 @@ def to_lerobot(
         (8, [2])
     """
     arrow()
-    if type(fps) is not int or fps < 1:
-        raise ValueError(f"expected fps as a positive integer, got {fps!r}")
+    read_value(Positive, fps, "fps")
     source = ExportSource(data, "LeRobot", whole=False)
     task = _tasks_of(data) if task is None else task
     tasks = [task] * len(source) if isinstance(task, str) else list(task)

@@ -353,36 +353,28 @@ class _Recorder:
         A value that cannot be stored drops the episode, because a step would be missing in it.
         """
         try:
-            self._take(observation, reward, terminated, truncated, info)
+            for name, flag in (("terminated", terminated), ("truncated", truncated)):
+                if not isinstance(flag, (bool, np.bool_)):
+                    raise TypeError(
+                        f"expected {name} as bool, got {type(flag).__name__} {flag!r:.40}"
+                    )
+            after = self._observation.taken(observation)
+            values = tuple(
+                self._columns.array(_info_value(info, key), path)
+                for key, path in self._info_keys.items()
+            )
+            if not isinstance(reward, float):
+                reward = _one_reward(reward)
         except BaseException:
             self.discard()
             raise
-        if terminated or truncated:
-            self.end()
-
-    def _take(
-        self,
-        observation: Any,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        info: Mapping[Any, Any],
-    ) -> None:
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            if not isinstance(flag, (bool, np.bool_)):
-                raise TypeError(f"expected {name} as bool, got {type(flag).__name__} {flag!r:.40}")
-        after = self._observation.taken(observation)
-        values = tuple(
-            self._columns.array(_info_value(info, key), path)
-            for key, path in self._info_keys.items()
-        )
-        if not isinstance(reward, float):
-            reward = _one_reward(reward)
         self._observations.append(after)
         self._actions.append(self._chosen)
         self._infos.append(values)
         self._rewards.append(reward)
         self._flags.append((bool(terminated), bool(truncated)))
+        if terminated or truncated:
+            self.end()
 
     def end(self) -> None:
         """Store the present episode; mark an unfinished episode as truncated."""

@@ -17,7 +17,6 @@ from replaykit.adapters.export_files import export_to
 from replaykit.adapters.exported_episodes import (
     ACTION,
     OBSERVATION,
-    REWARD,
     Array,
     ExportedRows,
     ExportSource,
@@ -31,7 +30,7 @@ from replaykit.datasets.engine.locations import RuleFindings
 from replaykit.datasets.engine.policies import Judge, Policies
 from replaykit.datasets.families.rlds import RLDS, masked_crc
 from replaykit.datasets.sources import Sources
-from replaykit.ted import TERMINATED, Key
+from replaykit.ted import REWARD, TERMINATED, Key
 
 _SHARD_BYTES: Final = 1 << 28
 _RECORD_BYTES: Final = (1 << 31) - 1

@@ -18,6 +18,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.declared import Positive, read_value
 from replaykit.episodes import EndReason, Head
 from replaykit.errors import NotEnoughData
+from replaykit.keywords import as_share
 from replaykit.samplers import PrioritizedSampler, Sampler
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.transforms import Compose, StackFrames
@@ -48,6 +49,7 @@ from replaykit.adapters.sb3_rows import (
     SB3Ring,
     SB3Step,
     draw_integers,
+    equal_rows,
     fill_observation,
     same_observations,
     shaped_observation,
@@ -181,8 +183,6 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 f"gamma: expected the discount of the algorithm with n_steps={n_steps}, got None; "
                 f"pass replay_buffer_kwargs={{'n_steps': {n_steps}, 'gamma': ...}}"
             )
-        if gamma is not None and not 0 <= gamma <= 1:
-            raise ValueError(f"gamma: expected a discount in [0, 1], got {gamma!r}")
         for name, exponent in (("alpha", alpha), ("beta", beta)):
             if exponent is not None and not prioritized:
                 raise ValueError(
@@ -194,7 +194,8 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 "recover=True: expected storage= with the folder of the rows, got 'memory'"
             )
         self.n_steps, self.prioritized = n_steps, prioritized
-        self.gamma = 1.0 if gamma is None else gamma  # a single reward is not discounted
+        # A single reward is not discounted.
+        self.gamma = 1.0 if gamma is None else as_share("gamma", gamma)
         self._frame = self._frame_size(frame_stack)
         action = self._maybe_cast_dtype(action_space.dtype), self.action_dim
         self._step = SB3Step(observation_space, self.obs_shape, action, n_envs, self._frame)
@@ -314,9 +315,7 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
                 self.rb.cut(np.flatnonzero(broken).tolist() if self.n_envs > 1 else None)
         fill_observation(step.before, before)
         fill_observation(step.after, after)
-        fill_observation(step.action, actions)
-        fill_observation(step.reward, rewards)
-        step.truncated[...] = late
+        step.action[...], step.reward[...], step.truncated[...] = actions, rewards, late
         np.greater(ended, step.truncated, out=step.terminated)  # ended and not late
         self.rb.extend(step.rows)
         step.ended = (step.terminated | step.truncated)[:, 0]
@@ -335,10 +334,9 @@ class SB3ReplayBuffer(sb3_buffers.ReplayBuffer):
             broken = ~(same_observations(before, self._step.after) | ended)
             fresh = broken | ended
         if self._frame:
-            assert isinstance(before, np.ndarray)
-            assert isinstance(after, np.ndarray)
-            shifted = same_observations(after[:, : -self._frame], before[:, self._frame :])
-            first = (before[:, : -self._frame] == 0).reshape(self.n_envs, -1).all(1)
+            stack, following = before[""], after[""]
+            shifted = equal_rows(following[:, : -self._frame], stack[:, self._frame :])
+            first = (stack[:, : -self._frame] == 0).reshape(self.n_envs, -1).all(1)
             bad = np.flatnonzero(~shifted | (fresh & ~first))
             if len(bad):
                 raise ValueError(
@@ -578,7 +576,7 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             raise RuntimeError(
                 "expected an environment that computes rewards, got none; call set_env(env)"
             )
-        position, envs = self._ended_rows().draw(batch_size)
+        position, envs = _drawn(self.buffer_size, self._ended_runs(), batch_size)
         fresh = int(self.her_ratio * batch_size)
         order = np.roll(np.arange(batch_size), -fresh)
         position, envs = position[order], envs[order]
@@ -587,15 +585,15 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             self._set_goals(batch, fresh, position, envs)
         return self._samples(batch, env)
 
-    def _ended_rows(self) -> _EndedRows:
-        """Return the rows of whole episodes that have ended.
+    def _ended_runs(self) -> tuple[Array, Array]:
+        """Return first position and count of the rows of whole episodes that have ended.
 
-        In each environment they follow one another. Older rows belong to an episode that has lost
+        There is one run of rows in each environment. Older rows belong to an episode that has lost
         its first row, and newer rows to an open episode.
         """
         count = self.size()
         if not count:
-            return _EndedRows(self.buffer_size, [])
+            return np.zeros(self.n_envs, np.int64), np.zeros(self.n_envs, np.int64)
         oldest = self.pos if self.full else 0
         envs = np.arange(self.n_envs)
         ends = [np.full(self.n_envs, at) for at in (oldest, (self.pos - 1) % self.buffer_size)]
@@ -604,8 +602,7 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
         lengths = found.lengths.numpy()
         lost = np.where(found.heads.numpy() == Head.EVICTED, lengths, 0)[: self.n_envs]
         still = np.where(found.reasons.numpy() == EndReason.OPEN, lengths, 0)[self.n_envs :]
-        rows = np.maximum(count - lost - still, 0)
-        return _EndedRows(self.buffer_size, list(zip(oldest + lost, rows, strict=True)))
+        return oldest + lost, np.maximum(count - lost - still, 0)
 
     def _set_goals(self, batch: Any, fresh: int, position: Array, envs: Array) -> None:
         """Set new goals and rewards in the last ``fresh`` rows of a batch."""
@@ -640,40 +637,33 @@ class SB3HerReplayBuffer(SB3ReplayBuffer, HerReplayBuffer):
             self.rb.cut()
 
 
-class _EndedRows:
-    """Runs of positions, one for each environment, and draws from their rows.
+def _drawn(positions: int, runs: tuple[Array, Array], count: int) -> tuple[Array, Array]:
+    """Draw rows; return their positions and environments, int64 ``[count]`` each.
+
+    Rows are numbered by position, then by environment, as in Stable-Baselines3.
 
     Args:
         positions: number of positions of the ring.
         runs: first position and number of positions for each environment.
+        count: number of rows to draw.
     """
-
-    def __init__(self, positions: int, runs: Sequence[tuple[int, int]]) -> None:
-        starts = np.array([run[0] for run in runs], dtype=np.int64) % positions
-        stops = starts + np.array([run[1] for run in runs], dtype=np.int64)
-        # Between two neighbouring bounds, every environment has either all positions or none.
-        wrapped = np.maximum(stops - positions, 0)
-        bounds = [starts, np.minimum(stops, positions), wrapped, np.array([0, positions])]
-        self._bounds = np.unique(np.concatenate(bounds))
-        low = self._bounds[:-1, None]
-        inside = ((low >= starts) & (low < stops)) | (low < wrapped)
-        self._envs = np.argsort(~inside, axis=1, kind="stable")
-        self._width = inside.sum(axis=1)
-        self._until = np.cumsum(np.diff(self._bounds) * self._width)
-
-    def draw(self, count: int) -> tuple[Array, Array]:
-        """Return positions and environments of ``count`` rows, int64 ``[count]`` each.
-
-        Rows are numbered by position, then by environment, as in Stable-Baselines3.
-        """
-        total = int(self._until[-1])
-        if not total:
-            raise NotEnoughData(
-                "expected a whole episode that has ended, got none; choose learning_starts larger "
-                "than the longest episode, and buffer_size several times as large"
-            )
-        number = draw_integers(0, total, count)
-        part = np.searchsorted(self._until, number, side="right")
-        offset = number - np.where(part > 0, self._until[part - 1], 0)
-        position = self._bounds[part] + offset // self._width[part]
-        return position, self._envs[part, offset % self._width[part]]
+    starts = runs[0] % positions
+    stops = starts + runs[1]
+    # Between two neighbouring bounds, every environment has either all positions or none.
+    wrapped = np.maximum(stops - positions, 0)
+    bounds = [starts, np.minimum(stops, positions), wrapped, np.array([0, positions])]
+    between = np.unique(np.concatenate(bounds))
+    low = between[:-1, None]
+    inside = ((low >= starts) & (low < stops)) | (low < wrapped)
+    envs, width = np.argsort(~inside, axis=1, kind="stable"), inside.sum(axis=1)
+    until = np.cumsum(np.diff(between) * width)
+    total = int(until[-1])
+    if not total:
+        raise NotEnoughData(
+            "expected a whole episode that has ended, got none; choose learning_starts larger "
+            "than the longest episode, and buffer_size several times as large"
+        )
+    number = draw_integers(0, total, count)
+    part = np.searchsorted(until, number, side="right")
+    offset = number - np.where(part > 0, until[part - 1], 0)
+    return between[part] + offset // width[part], envs[part, offset % width[part]]

@@ -16,15 +16,16 @@ from replaykit._compat import TensorDict
 from replaykit.errors import NotEnoughData
 from replaykit.samplers import Sampler
 from replaykit.storages import Storage
+from replaykit.ted import REWARD, TERMINATED, TRUNCATED
 from replaykit.transforms import Around, HistoryTransform, Surroundings
 
 Array = np.ndarray[Any, Any]
-Observation = Array | dict[str, Array]
+Observation = dict[str, Array]
+"""Observations by key; an observation that is a single array has the empty key."""
 
 ENV = "env"
 """Key of the number of a row's environment, int32. Rows of a single environment lack it."""
 
-REWARD, TERMINATED, TRUNCATED = ("next", "reward"), ("next", "terminated"), ("next", "truncated")
 REWARDS, STEPS = "rewards", "steps"
 """Keys of n-step batches: the rewards of the steps ``[B, n]``, and their number ``[B]``."""
 
@@ -150,7 +151,11 @@ class SB3Step:
         self, space: spaces.Space[Any], shape: Any, action: tuple[Any, int], envs: int, frame: int
     ) -> None:
         self._arguments = space, shape, action, envs, frame
-        self.before, self.after = (zero_observation(space, shape, envs) for _ in range(2))
+        shapes, parts = parts_of(shape), parts_of(space)
+        self.before, self.after = (
+            {key: np.zeros((envs, *shapes[key]), part.dtype) for key, part in parts.items()}
+            for _ in range(2)
+        )
         self.action = np.zeros((envs, action[1]), action[0])
         self.reward = np.zeros((envs, 1), np.float32)
         self.terminated, self.truncated = (np.zeros((envs, 1), np.bool_) for _ in range(2))
@@ -175,40 +180,36 @@ class SB3Step:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["arguments"])  # type: ignore[misc]
-        fill_observation(self.after, state["after"])
+        fill_observation(self.after, parts_of(state["after"]))  # an array in older states
         self.ended = state["ended"]
 
 
-def zero_observation(space: spaces.Space[Any], shape: Any, envs: int) -> Observation:
-    if isinstance(space, spaces.Dict):
-        return {key: np.zeros((envs, *shape[key]), part.dtype) for key, part in space.items()}
-    return np.zeros((envs, *shape), space.dtype)
+def parts_of(given: Any) -> dict[str, Any]:
+    """Return a dict or a Dict space by key; another value by the empty key."""
+    return dict(given.items()) if isinstance(given, (dict, spaces.Dict)) else {"": given}
 
 
 def stored_part(observation: Observation, frame: int) -> Any:
     """Return the part of observations that is stored: all of it, or the newest frame."""
-    if isinstance(observation, dict):
-        leaves = {key: torch.from_numpy(values) for key, values in observation.items()}
-        return TensorDict(leaves, [len(next(iter(observation.values())))])
-    return torch.from_numpy(observation[:, -frame:] if frame else observation)
+    leaves = {key: torch.from_numpy(values) for key, values in observation.items()}
+    whole = leaves.get("")
+    if whole is None:
+        return TensorDict(leaves, [len(next(iter(leaves.values())))])
+    return whole[:, -frame:] if frame else whole
 
 
 def fill_observation(target: Observation, values: Observation) -> None:
-    if isinstance(target, dict):
-        assert isinstance(values, dict)
-        for key, part in target.items():
-            part[...] = values[key]
-    else:
-        target[...] = values
+    for key, part in target.items():
+        part[...] = values[key]
 
 
 def shaped_observation(target: Observation, given: Any, name: str) -> Observation:
     """Return observations in the shapes and dtypes of ``target``."""
-    if isinstance(target, dict):
-        return {
-            key: shaped_values(part, given[key], f"{name}[{key!r}]") for key, part in target.items()
-        }
-    return shaped_values(target, given, name)
+    parts = parts_of(given)
+    return {
+        key: shaped_values(part, parts[key], f"{name}[{key!r}]" if key else name)
+        for key, part in target.items()
+    }
 
 
 def shaped_values(target: Array, given: Any, name: str) -> Array:
@@ -222,8 +223,11 @@ def shaped_values(target: Array, given: Any, name: str) -> Array:
 
 def same_observations(one: Observation, other: Observation) -> Array:
     """Return which environments have equal observations, bool ``[envs]``."""
-    if isinstance(one, dict):
-        assert isinstance(other, dict)
-        return np.logical_and.reduce([same_observations(one[key], other[key]) for key in one])
+    found: Array = np.logical_and.reduce([equal_rows(one[key], other[key]) for key in one])
+    return found
+
+
+def equal_rows(one: Array, other: Array) -> Array:
+    """Return which rows of two arrays are equal, bool ``[N]``."""
     equal: Array = (one == other).reshape(len(one), -1).all(1)
     return equal

@@ -28,7 +28,7 @@ from replaykit.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from replaykit.storages.content import Content, Group
 from replaykit.ted import DONE, REWARD, format_key, unravel
 from replaykit.transforms import Compose, HindsightGoal
-from replaykit.transforms.history import Surroundings, require
+from replaykit.transforms.history import Surroundings, require_all
 
 
 def rows_by_name(name: str, data: Any, tensordicts: Any) -> Any:
@@ -422,7 +422,7 @@ class _FirstRowsGoal(HindsightGoal):
         return count, around.seen(around.fetch([self.achieved], time, lane))[self.achieved]
 
     def apply(self, data: Any, fetched: Any, around: Surroundings) -> Any:
-        require(data, [self.goal, self.achieved], self)
+        require_all(data, [self.goal, self.achieved], self)
         if fetched is None:
             return data
         count, goals = fetched

@@ -100,10 +100,19 @@ def make_lerobot(
     (folder / "meta/info.json").write_text(json.dumps(info, indent=4))
     whole = {name: stats_of(values) for name, values in columns.items()}
     (folder / "meta/stats.json").write_text(json.dumps(whole))
+    places = _write_files(folder, info, columns, cameras, lengths, per_file if is_v3 else 1, codec)
+    episodes = [
+        {"episode_index": number, "tasks": [_TASKS[number % len(_TASKS)]], "length": length}
+        for number, length in enumerate(lengths)
+    ]
     if is_v3:
-        _write_v3(folder, info, columns, cameras, lengths, stats, per_file, codec)
+        _write_tables(folder, episodes, places, stats)
     else:
-        _write_v2(folder, info, columns, cameras, lengths, stats, codec)
+        tasks = [{"task_index": at, "task": task} for at, task in enumerate(_TASKS)]
+        _write_lines(folder / "meta/tasks.jsonl", tasks)
+        _write_lines(folder / "meta/episodes.jsonl", episodes)
+        entries = [{"episode_index": number, "stats": own} for number, own in enumerate(stats)]
+        _write_lines(folder / "meta/episodes_stats.jsonl", entries)
     return columns
 
 
@@ -120,52 +129,61 @@ def stats_of(values: Array) -> dict[str, list[Any]]:
     return {name: value.tolist() for name, value in found.items()}
 
 
-def _lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def _write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
 
-def _write_v2(
+def _write_files(
     folder: Path,
     info: Mapping[str, Any],
     columns: Mapping[str, Array],
     cameras: Sequence[str],
     lengths: Sequence[int],
-    stats: Sequence[Any],
-    codec: str,
-) -> None:
-    tasks = [{"task_index": at, "task": task} for at, task in enumerate(_TASKS)]
-    _lines(folder / "meta/tasks.jsonl", tasks)
-    episodes, stop = [], 0
-    for number, length in enumerate(lengths):
-        start, stop = stop, stop + length
-        own = [_TASKS[number % len(_TASKS)]]
-        episodes.append({"episode_index": number, "tasks": own, "length": length})
-        place = {"episode_chunk": 0, "episode_index": number}
-        part = {name: values[start:stop] for name, values in columns.items()}
-        _write_table(folder / info["data_path"].format(**place), part)
-        for name in cameras:
-            key = f"observation.images.{name}"
-            path = folder / info["video_path"].format(video_key=key, **place)
-            write_video(path, length, info["fps"], number, codec)
-    _lines(folder / "meta/episodes.jsonl", episodes)
-    entries = [{"episode_index": number, "stats": own} for number, own in enumerate(stats)]
-    _lines(folder / "meta/episodes_stats.jsonl", entries)
-
-
-def _write_v3(
-    folder: Path,
-    info: Mapping[str, Any],
-    columns: Mapping[str, Array],
-    cameras: Sequence[str],
-    lengths: Sequence[int],
-    stats: Sequence[Any],
     per_file: int,
     codec: str,
+) -> list[dict[str, Any]]:
+    """Write tables and videos; return the place of each episode, in the words of version 3.0."""
+    fps, places, first = info["fps"], [], 0
+    for file, start in enumerate(range(0, len(lengths), per_file)):
+        own = lengths[start : start + per_file]
+        stop = first + sum(own)
+        names = dict.fromkeys(("chunk_index", "episode_chunk"), 0)
+        names |= dict.fromkeys(("file_index", "episode_index"), file)
+        part = {name: values[first:stop] for name, values in columns.items()}
+        _write_table(folder / info["data_path"].format(**names), part)
+        for name in cameras:
+            key = f"observation.images.{name}"
+            path = folder / info["video_path"].format(video_key=key, **names)
+            write_video(path, stop - first, fps, file, codec)
+        at = first
+        for length in own:
+            place = {
+                "data/chunk_index": 0,
+                "data/file_index": file,
+                "dataset_from_index": at,
+                "dataset_to_index": at + length,
+            }
+            for name in cameras:
+                key = f"videos/observation.images.{name}"
+                place |= {f"{key}/chunk_index": 0, f"{key}/file_index": file}
+                place[f"{key}/from_timestamp"] = (at - first) / fps
+                place[f"{key}/to_timestamp"] = (at - first + length) / fps
+            places.append(place)
+            at += length
+        first = stop
+    return places
+
+
+def _write_tables(
+    folder: Path,
+    episodes: Sequence[Mapping[str, Any]],
+    places: Sequence[Mapping[str, Any]],
+    stats: Sequence[Any],
 ) -> None:
+    """Write the tasks and the episodes of version 3.0."""
     import pyarrow
     import pyarrow.parquet
 
-    fps = info["fps"]
     tasks = pyarrow.table({"task_index": range(len(_TASKS)), _INDEX: _TASKS})
     said: dict[str, list[Any]] = {"index_columns": [_INDEX], "column_indexes": [], "columns": []}
     said["columns"] = [
@@ -176,41 +194,14 @@ def _write_v3(
     # With this note, pandas and so LeRobot take the texts as the index of the table.
     tasks = tasks.replace_schema_metadata({"pandas": json.dumps(said)})
     pyarrow.parquet.write_table(tasks, folder / "meta/tasks.parquet")
-    entries: list[dict[str, Any]] = []
-    first = 0
-    for file, start in enumerate(range(0, len(lengths), per_file)):
-        own = lengths[start : start + per_file]
-        stop = first + sum(own)
-        place = {"chunk_index": 0, "file_index": file}
-        _write_table(
-            folder / info["data_path"].format(**place),
-            {name: values[first:stop] for name, values in columns.items()},
-        )
-        for name in cameras:
-            key = f"observation.images.{name}"
-            path = folder / info["video_path"].format(video_key=key, **place)
-            write_video(path, stop - first, fps, file, codec)
-        at = first
-        for number, length in enumerate(own, start):
-            entry = {
-                "episode_index": number,
-                "tasks": [_TASKS[number % len(_TASKS)]],
-                "length": length,
-                "data/chunk_index": 0,
-                "data/file_index": file,
-                "dataset_from_index": at,
-                "dataset_to_index": at + length,
-            }
-            for name in cameras:
-                key = f"videos/observation.images.{name}"
-                entry |= {f"{key}/chunk_index": 0, f"{key}/file_index": file}
-                entry[f"{key}/from_timestamp"] = (at - first) / fps
-                entry[f"{key}/to_timestamp"] = (at - first + length) / fps
-            for name, found in stats[number].items():
-                entry |= {f"stats/{name}/{of}": value for of, value in found.items()}
-            entries.append(entry)
-            at += length
-        first = stop
+    entries = []
+    for episode, place, own in zip(episodes, places, stats, strict=True):
+        found = {
+            f"stats/{name}/{of}": value
+            for name, statistics in own.items()
+            for of, value in statistics.items()
+        }
+        entries.append({**episode, **place, **found})
     path = folder / "meta/episodes/chunk-000/file-000.parquet"
     path.parent.mkdir(parents=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(entries), path)

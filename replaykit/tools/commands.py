@@ -524,13 +524,20 @@ def _print_episodes(output: Output, episodes: Any, most: int) -> None:
         output.line((f"... {len(episodes) - most:,} more", "dim"))
 
 
-_FORMATS: Final = ("lerobot-v3", "minari", "rlds", "robomimic", "zarr")
+_EXPORTS: Final = {
+    "lerobot-v3": "to_lerobot",
+    "minari": "to_minari",
+    "rlds": "to_rlds",
+    "robomimic": "to_robomimic",
+    "zarr": "to_zarr",
+}
+"""Names of functions of `replaykit.adapters`, by format."""
 
 
 @_command
 @click.argument("source", type=PATH)
 @click.argument("target")
-@click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="The format.")
+@click.option("--to", "form", type=click.Choice(tuple(_EXPORTS)), required=True, help="The format.")
 @click.option("--fps", type=click.IntRange(min=1), help="Frames per second, for lerobot-v3.")
 @click.option("--task", help="The task in words, for lerobot-v3.")
 @click.option("--video", is_flag=True, help="Store images as lossy MP4, for lerobot-v3.")
@@ -552,7 +559,7 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
       replaykit export checkpoint lift/1.0.0 --to rlds
       replaykit export data/pole cartpole/random-v0 --to minari --env CartPole-v1
     """
-    from replaykit.adapters import to_lerobot, to_minari, to_rlds, to_robomimic, to_zarr
+    from replaykit import adapters
     from replaykit.adapters.export_files import check_apart
     from replaykit.adapters.exporting import unbounded_spaces
     from replaykit.tools.stored_facts import opened_buffer
@@ -576,16 +583,9 @@ def export(output: Output, source: Path, target: str, form: str, force: bool, **
         said = "; ".join(f"{found.check}: {found.text}" for found in wrong)
         raise ValueError(f"{source} is not exported, because it is not valid: {said}")
     with output.warnings(), output.working("exporting"), opened_buffer(source, kind) as data:
-        writers: dict[str, Callable[..., Any]] = {
-            "lerobot-v3": to_lerobot,
-            "minari": to_minari,
-            "rlds": to_rlds,
-            "robomimic": to_robomimic,
-            "zarr": to_zarr,
-        }
         if form == "minari" and not options:
             options = unbounded_spaces(data)
-        writers[form](data, target, overwrite=force, **options)
+        getattr(adapters, _EXPORTS[form])(data, target, overwrite=force, **options)
         counts = len(data.episodes), int(data.episodes.lengths.sum())
     if form == "lerobot-v3":
         findings += validated(Path(target))

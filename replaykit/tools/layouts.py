@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from replaykit import registry
 from replaykit.datasets.engine.conversion import ConvertOptions
@@ -44,14 +44,16 @@ def known_layouts() -> dict[str, Layout]:
         >>> "robomimic" in known_layouts()
         True
     """
-    found: list[Layout] = [registry.load(entry) for entry in registry.of_kind("layout")]
-    return {layout.name: layout for layout in sorted(found, key=lambda layout: layout.name)}
+    return dict(sorted(_of_kind("layout").items()))
 
 
 def table_layouts() -> dict[str, TableLayout]:
     """Return the package's layouts of tables, by name."""
-    found: list[TableLayout] = [registry.load(each) for each in registry.of_kind("table layout")]
-    return {layout.name: layout for layout in found}
+    return _of_kind("table layout")
+
+
+def _of_kind(kind: str) -> dict[str, Any]:
+    return {layout.name: layout for layout in map(registry.load, registry.of_kind(kind))}
 
 
 def table_layout_of(path: Path) -> TableLayout | None:

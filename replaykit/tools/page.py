@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import errno
 import io
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaykit._version import __version__
+from replaykit.filesystem import replace_file
 from replaykit.tools.facts import (
     KEY_COLUMNS,
     Column,
@@ -87,16 +87,12 @@ def write_page(target: Path, facts: Facts, table: Table) -> None:
             str(target),
         )
     text = make_page(facts, table)
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(draft, target)
+        replace_file(target, text.encode("utf-8", "backslashreplace").decode(), durable=False)
     except OSError as error:
         raise OSError(
             error.errno, f"the page cannot be written: {error.strerror}", str(target)
         ) from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def make_page(facts: Facts, table: Table) -> str:
@@ -168,11 +164,11 @@ def _plots(facts: Facts, table: Table) -> Iterator[Picture]:
         yield from _of_episodes(facts.episodes)
     for key in table.rewards:
         values, note = _values(table.columns[key])
-        yield _plot("Reward", f"{key}, {note}", histogram(values.reshape(-1), "reward"))
+        yield _plot("Reward", f"{key}, {note}", partial(histogram, values.reshape(-1), "reward"))
     yield from _of_actions(table)
     if table.priorities is not None and len(table.priorities):
         note = _of(len(table.priorities), table.prioritized, "row")
-        draw = histogram(table.priorities, "priority")
+        draw = partial(histogram, table.priorities, "priority")
         yield _plot("Priority", f"as they were set, {note}", draw)
 
 
@@ -186,9 +182,9 @@ def _of_episodes(episodes: EpisodeFacts) -> Iterator[Picture]:
         ("Length", "rows", episodes.lengths),
     ):
         if values is not None:
-            draw = lines(at, values[at], label, ends)
+            draw = partial(lines, at, values[at], label, ends)
             yield _plot(f"{title} of each episode", note, draw)
-            yield _plot(f"{title}s", all_of_them, histogram(values, label))
+            yield _plot(f"{title}s", all_of_them, partial(histogram, values, label))
 
 
 def _of_actions(table: Table) -> Iterator[Picture]:
@@ -205,9 +201,7 @@ def _of_actions(table: Table) -> Iterator[Picture]:
         yield _plot(
             "Action" if len(table.actions) == 1 else f"Action {key.rpartition('/')[2]}",
             f"{key}, {note}{more}",
-            small_histograms(
-                parts[:, :shown].astype(np.float64), [f"[{place}]" for place in range(shown)]
-            ),
+            partial(small_histograms, parts[:, :shown], [f"[{place}]" for place in range(shown)]),
             wide=shown > 2,
             height=0.35 + 1.35 * grid_of(shown)[0] if shown > 2 else 2.9,
         )
@@ -253,7 +247,7 @@ def _holes(table: Table) -> Picture | None:
         f"{len(some)} of {len(keys)} keys have any; {_of(len(episodes), table.episodes, 'episode')}"
         f", at most {_ROWS_OF_CELL} rows of each"
     )
-    draw = holes(shares[listed], [keys[row] for row in listed], episodes)
+    draw = partial(holes, shares[listed], [keys[row] for row in listed], episodes)
     height = 1.3 + 0.22 * len(listed)
     return _plot("Where values are NaN", note, draw, wide=True, height=height)
 
@@ -416,12 +410,6 @@ def _margins(
     )
 
 
-def _steps(axes: Any, values: Array, edges: Array) -> None:
-    """Draw the counts of values between edges, as one shape."""
-    axes.stairs(np.histogram(values, edges)[0], edges, fill=True, color=_FILL)
-    axes.set_ylim(bottom=0)
-
-
 def _bars(axes: Any, values: Array, most: int) -> None:
     """Draw the counts of values, as one bar per value or in at most ``most`` bins."""
     low, high = float(values.min()), float(values.max())
@@ -442,27 +430,24 @@ def _bars(axes: Any, values: Array, most: int) -> None:
         # Few values get narrow bars, because wide bars would merge into one block.
         few = len(whole) <= _MOST_TICKS
         bins = 25 if few else int(np.clip(np.sqrt(values.size), min(10, len(whole)), most))
-        _steps(axes, values, np.histogram_bin_edges(values, bins))
+        axes.stairs(*np.histogram(values, bins), fill=True, color=_FILL)
+        axes.set_ylim(bottom=0)
 
 
-def histogram(values: Array, label: str) -> Callable[[Any], None]:
-    """Return a function that draws a histogram of the finite values of ``[N]``."""
+def histogram(values: Array, label: str, figure: Any) -> None:
+    """Draw a histogram of the finite values of ``[N]``."""
     finite = values[np.isfinite(values)].astype(np.float64)
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        if finite.size:
-            _bars(axes, finite, 60)
-        axes.set_xlabel(label)
-        axes.set_ylabel("count")
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        _margins(figure, 0.68, 0.15, 0.5, 0.12)
-
-    return draw
+    axes = figure.subplots()
+    if finite.size:
+        _bars(axes, finite, 60)
+    axes.set_xlabel(label)
+    axes.set_ylabel("count")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    _margins(figure, 0.68, 0.15, 0.5, 0.12)
 
 
-def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Callable[[Any], None]:
-    """Return a function that draws a value for each episode, coloured by its end.
+def lines(numbers: Array, values: Array, label: str, ends: Sequence[str], figure: Any) -> None:
+    """Draw a value for each episode, coloured by its end.
 
     Args:
         numbers: the sequence numbers of the episodes, ``[E]``.
@@ -470,55 +455,47 @@ def lines(numbers: Array, values: Array, label: str, ends: Sequence[str]) -> Cal
         label: the label of the axis of the values.
         ends: the reason why each episode ended.
     """
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        terminated = np.array([end.startswith("terminated") for end in ends], np.bool_)
-        size = float(np.clip(400 / max(1, len(values)), 3, 22))
-        for chosen, colour, name in (
-            (terminated, _FILL_2, "terminated"),
-            (~terminated, _FILL, "not terminated"),
-        ):
-            if chosen.any():
-                x, y = numbers[chosen], values[chosen]
-                axes.scatter(x, y, s=size, color=colour, label=name, linewidths=0)
-        if 1 < len(values) <= _MOST_JOINED:
-            axes.plot(numbers, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
-        axes.set_xlabel("episode")
-        axes.set_ylabel(label)
-        if 0 < len(values) <= _MOST_TICKS:
-            axes.set_xticks(numbers)
-            axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
-        else:
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if terminated.any() and (~terminated).any():
-            place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "borderaxespad": 0}
-            axes.legend(frameon=False, fontsize=8, ncols=2, handletextpad=0.1, **place)
-        _margins(figure, 0.68, 0.15, 0.5, 0.3)
-
-    return draw
+    axes = figure.subplots()
+    terminated = np.array([end.startswith("terminated") for end in ends], np.bool_)
+    size = float(np.clip(400 / max(1, len(values)), 3, 22))
+    for chosen, colour, name in (
+        (terminated, _FILL_2, "terminated"),
+        (~terminated, _FILL, "not terminated"),
+    ):
+        if chosen.any():
+            x, y = numbers[chosen], values[chosen]
+            axes.scatter(x, y, s=size, color=colour, label=name, linewidths=0)
+    if 1 < len(values) <= _MOST_JOINED:
+        axes.plot(numbers, values, color=_FAINT, linewidth=0.5, alpha=0.6, zorder=0)
+    axes.set_xlabel("episode")
+    axes.set_ylabel(label)
+    if 0 < len(values) <= _MOST_TICKS:
+        axes.set_xticks(numbers)
+        axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if terminated.any() and (~terminated).any():
+        place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "borderaxespad": 0}
+        axes.legend(frameon=False, fontsize=8, ncols=2, handletextpad=0.1, **place)
+    _margins(figure, 0.68, 0.15, 0.5, 0.3)
 
 
-def small_histograms(values: Array, names: Sequence[str]) -> Callable[[Any], None]:
-    """Return a function that draws a histogram of each column of ``[N, D]``."""
-
-    def draw(figure: Any) -> None:
-        down, across = grid_of(len(names))
-        grid = figure.subplots(down, across, squeeze=False).reshape(-1)
-        for axes, name, column in zip(grid, names, values.T, strict=False):
-            finite = column[np.isfinite(column)]
-            if finite.size:
-                _bars(axes, finite.astype(np.float64), 32)
-            axes.set_title(name, fontsize=8, fontweight="normal", pad=3)
-            axes.tick_params(labelsize=7)
-            if len(np.unique(finite)) > 1:
-                axes.locator_params(axis="x", nbins=4)
-            axes.locator_params(axis="y", nbins=3, integer=True)
-        for axes in grid[len(names) :]:
-            axes.set_visible(False)
-        _margins(figure, 0.45, 0.12, 0.25, 0.25, wspace=0.26, hspace=0.42)
-
-    return draw
+def small_histograms(values: Array, names: Sequence[str], figure: Any) -> None:
+    """Draw a histogram of each column of ``[N, D]``."""
+    down, across = grid_of(len(names))
+    grid = figure.subplots(down, across, squeeze=False).reshape(-1)
+    for axes, name, column in zip(grid, names, values.T, strict=False):
+        finite = column[np.isfinite(column)]
+        if finite.size:
+            _bars(axes, finite.astype(np.float64), 32)
+        axes.set_title(name, fontsize=8, fontweight="normal", pad=3)
+        axes.tick_params(labelsize=7)
+        if len(np.unique(finite)) > 1:
+            axes.locator_params(axis="x", nbins=4)
+        axes.locator_params(axis="y", nbins=3, integer=True)
+    for axes in grid[len(names) :]:
+        axes.set_visible(False)
+    _margins(figure, 0.45, 0.12, 0.25, 0.25, wspace=0.26, hspace=0.42)
 
 
 def grid_of(count: int) -> tuple[int, int]:
@@ -527,39 +504,35 @@ def grid_of(count: int) -> tuple[int, int]:
     return -(-count // across), across
 
 
-def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int]) -> Callable[[Any], None]:
-    """Return a function that draws the share of NaN per key and episode, ``[K, E]``."""
+def holes(shares: Array, keys: Sequence[str], episodes: Sequence[int], figure: Any) -> None:
+    """Draw the share of NaN per key and episode, ``[K, E]``."""
+    axes = figure.subplots()
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        from matplotlib.colors import LinearSegmentedColormap, PowerNorm
-
-        colours = LinearSegmentedColormap.from_list("holes", HOLES)
-        # Cells without NaN stay blank. The power norm makes a single NaN visible.
-        image = axes.imshow(
-            np.ma.masked_equal(shares, 0),
-            aspect="auto",
-            interpolation="nearest",
-            cmap=colours,
-            norm=PowerNorm(0.4, 0, 1),
-        )
-        names = [_short(key) for key in keys]
-        axes.set_yticks(range(len(keys)), names, fontsize=8)
-        count = len(episodes) if len(episodes) <= 15 else 8
-        ticks = np.unique(np.linspace(0, len(episodes) - 1, count).round().astype(int))
-        axes.set_xticks(ticks, [str(episodes[tick]) for tick in ticks])
-        axes.set_xlabel("episode")
-        axes.set_yticks(np.arange(len(keys) + 1) - 0.5, minor=True)
-        axes.grid(False)
-        axes.grid(True, which="minor", axis="y")
-        axes.spines["bottom"].set_visible(False)
-        _margins(figure, 0.3 + 0.067 * max(map(len, names)), 0.5, 0.5, 0.12)
-        bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
-        marks = [0.01, 0.1, 0.5, 1] if len(keys) > 4 else [0.01, 1]
-        bar.ax.set_yticks(marks, [f"{100 * mark:g} %" for mark in marks])
-        bar.outline.set_visible(False)
-
-    return draw
+    colours = LinearSegmentedColormap.from_list("holes", HOLES)
+    # Cells without NaN stay blank. The power norm makes a single NaN visible.
+    image = axes.imshow(
+        np.ma.masked_equal(shares, 0),
+        aspect="auto",
+        interpolation="nearest",
+        cmap=colours,
+        norm=PowerNorm(0.4, 0, 1),
+    )
+    names = [_short(key) for key in keys]
+    axes.set_yticks(range(len(keys)), names, fontsize=8)
+    count = len(episodes) if len(episodes) <= 15 else 8
+    ticks = np.unique(np.linspace(0, len(episodes) - 1, count).round().astype(int))
+    axes.set_xticks(ticks, [str(episodes[tick]) for tick in ticks])
+    axes.set_xlabel("episode")
+    axes.set_yticks(np.arange(len(keys) + 1) - 0.5, minor=True)
+    axes.grid(False)
+    axes.grid(True, which="minor", axis="y")
+    axes.spines["bottom"].set_visible(False)
+    _margins(figure, 0.3 + 0.067 * max(map(len, names)), 0.5, 0.5, 0.12)
+    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.02)
+    marks = [0.01, 0.1, 0.5, 1] if len(keys) > 4 else [0.01, 1]
+    bar.ax.set_yticks(marks, [f"{100 * mark:g} %" for mark in marks])
+    bar.outline.set_visible(False)
 
 
 def _short(key: str) -> str:

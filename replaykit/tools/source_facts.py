@@ -216,7 +216,6 @@ class H5Column:
     pieces: list[H5Piece] = field(default_factory=list)
     cuts: list[H5Piece] | None = None
     differs: int = 0
-    _starts: Array | None = None
 
     @property
     def rows(self) -> int:
@@ -225,16 +224,12 @@ class H5Column:
 
     def read(self, start: int, stop: int) -> Array:
         """Return records of the column, which may be in several pieces."""
-        if self._starts is None:
-            self._starts = np.cumsum([0, *(piece.rows for piece in self.pieces)])
-        found = []
-        number = int(np.searchsorted(self._starts, start, "right")) - 1
-        while start < stop:
-            piece, base = self.pieces[number], int(self._starts[number])
-            end = min(stop, base + piece.rows)
-            if end > start:
-                found.append(self._read(piece, start - base, end - base))
-            start, number = end, number + 1
+        found, base = [], 0
+        for piece in self.pieces:
+            first, end = max(start - base, 0), min(stop - base, piece.rows)
+            if first < end:
+                found.append(self._read(piece, first, end))
+            base += piece.rows
         return np.concatenate(found) if found else np.empty((0, *self.shape), self.dtype)
 
     def episode(self, number: int, most: int) -> Array:

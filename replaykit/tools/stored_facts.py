@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +20,16 @@ from replaykit.buffer.state import BufferState, apply_state, saved_sampler
 from replaykit.checkpoint import Checkpoint, MappedCheckpoint, checkpoint_versions
 from replaykit.datasets.published_buffer import CorpusExperienceReplay
 from replaykit.episodes import EndReason
+from replaykit.episodes.streams import stream_keys
 from replaykit.errors import CheckpointError
 from replaykit.storages import LazyMemmapStorage, LazyTensorStorage
 from replaykit.storages.content import Content
 from replaykit.storages.references import OBSERVATION, ReferencedColumn
 from replaykit.structure import Branch
+from replaykit.ted import Key
 from replaykit.tools.facts import EpisodeFacts, Facts, Table, measured, table_of
 from replaykit.writers import RoundRobinWriter
-
-_ENDS: Final = {
-    int(EndReason.OPEN): "open",
-    int(EndReason.TERMINATED): "terminated",
-    int(EndReason.TRUNCATED): "truncated",
-    int(EndReason.CUT): "cut",
-}
+from replaykit.writers.ring_writers import streams_of
 
 
 def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFacts | None]:
@@ -56,7 +52,7 @@ def episodes_of(storage: LazyTensorStorage) -> tuple[Episodes | None, EpisodeFac
     # Opening the storage cuts the episodes that were open at the save. They are shown as open.
     last = np.append(lanes[1:] != lanes[:-1], True)[: len(lanes)]
     reasons = np.where(last & (reasons == EndReason.CUT), EndReason.OPEN, reasons)
-    ends = tuple(_ENDS[int(reason)] for reason in reasons)
+    ends = tuple(EndReason(reason).name.lower() for reason in reasons.tolist())
     return episodes, EpisodeFacts(episodes.lengths.numpy(), ends, returns)
 
 
@@ -253,31 +249,64 @@ def _episodes(
 
 
 def _checkpoint_buffer(saved: Checkpoint, content: Content) -> ReplayBuffer[Any, Any, Any, Any]:
-    """Return a buffer with the rows of a checkpoint, which stay in the files."""
-    manifest, writer = saved.manifest, saved.part("writer")
+    """Return a buffer with the rows of a checkpoint, which stay in the files.
+
+    Episodes depend only on the rows and their order. So a plain writer and sampler are enough, and
+    the rest of the saved state is ignored.
+    """
+    manifest, writer = saved.manifest, RoundRobinWriter()
+    state = {**saved.part("writer"), "_kind": writer.kind}
+    writer.check_state(state)
     once = [
         path
         for group in content.groups
         for path, column in group.leaves.items()
         if isinstance(column, ReferencedColumn) and column.kind == OBSERVATION
     ]
-    key = manifest.get("lane_key")  # earlier releases did not save it
     storage = LazyTensorStorage(
         manifest["max_size"],
         ndim=manifest["ndim"],
-        lane_key=None if key is None else tuple(key),
+        lane_key=_lane_key(manifest, state, content),
         dedup_next=once or False,
     )
-    buffer = ReplayBuffer(storage=storage, writer=RoundRobinWriter())
-    # Episodes depend only on the rows and their order. So a plain writer and sampler are enough,
-    # and the rest of the saved state is ignored.
-    state = {**writer, "_kind": buffer.writer.kind}
+    buffer = ReplayBuffer(storage=storage, writer=writer)
     with buffer._locked():
         sampler, chain = saved_sampler(buffer.sampler), buffer._chain.state_dict()
         apply_state(
             buffer, BufferState(content, None, state, sampler, chain, None, [], mapped=True)
         )
     return buffer
+
+
+_KEY_BYTES: Final = 64
+"""Size of the largest value of a row that is compared with the saved streams."""
+
+
+def _lane_key(manifest: Mapping[str, Any], writer: dict[str, Any], content: Content) -> Key | None:
+    """Return the key that names the stream of a row.
+
+    Earlier releases did not save it. But a LaneWriter and an EpisodeWriter save the number of each
+    row's stream, in the order of the values of this key.
+
+    Raises:
+        ValueError: an earlier release saved streams of another writer.
+    """
+    if "lane_key" in manifest:
+        return None if manifest["lane_key"] is None else tuple(manifest["lane_key"])
+    heads = (writer.get("_episodes") or {}).get("heads") or {}
+    if not ("streams" in heads or "_lanes" in writer):
+        return None
+    if "_lanes" in writer:
+        numbers = streams_of(writer).numpy()
+        for path, column in content.single_group().leaves.items():
+            if column[:1].nbytes <= _KEY_BYTES:
+                keys = stream_keys(column[:])
+                if np.array_equal(np.unique(keys, return_inverse=True)[1], numbers):
+                    return path
+    raise ValueError(
+        "an earlier release saved interleaved streams without the name of their lane_key; load "
+        "the checkpoint into a buffer whose storage has this lane_key, and save it again"
+    )
 
 
 @contextmanager

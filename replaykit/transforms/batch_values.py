@@ -71,6 +71,27 @@ def require_tensor(data: Any, key: Key) -> torch.Tensor:
     return value
 
 
+def require_numbers(data: Any, key: Key) -> torch.Tensor:
+    """Return a column of real numbers.
+
+    Raises:
+        TypeError: the data has no keys, or the column is bool or complex.
+        KeyError, ValueError: as for ``require_tensor``.
+    """
+    value = require_tensor(data, key)
+    if value.dtype is torch.bool or value.dtype.is_complex:
+        raise TypeError(f"key {format_key(key)}: expected real numbers, got {value.dtype}")
+    return value
+
+
+def with_values(data: Any, values: Mapping[Path, torch.Tensor]) -> Any:
+    """Return a TensorDict with other values; ``data`` does not change."""
+    made = data.copy()
+    for path, value in values.items():
+        made.set(path, value)
+    return made
+
+
 def check_range(low: Any, high: Any) -> tuple[float, float]:
     """Return both bounds as floats.
 
@@ -202,9 +223,16 @@ def rows_ahead(around: Surroundings, ended: Array | None = None) -> Array:
         )
     if ended is not None:
         same &= ~ended[:-1]
-    # The last row of each row's run. A run is a sequence of rows that follow each other.
-    stop = np.where(np.append(same, False), count, np.arange(count))
-    return np.minimum.accumulate(stop[::-1])[::-1] - np.arange(count)
+    return rows_until(~np.append(same, False))
+
+
+def rows_until(stops: Array) -> Array:
+    """Return the number of rows from each row to the next stop, int64 ``[n]``.
+
+    ``stops`` are bool ``[n]``, True at the very last row.
+    """
+    at = np.flatnonzero(stops)
+    return at[np.cumsum(stops) - stops] - np.arange(len(stops))
 
 
 def nearest_real(around: Surroundings) -> Array:

@@ -19,13 +19,13 @@ from replaykit.storages.column_storage import ColumnStorage, with_episodes
 from replaykit.storages.indexing import elements_of
 from replaykit.structure import Path
 from replaykit.ted import RETURN_VALID, TERMINATED, Key, end_flags, format_key, unravel
-from replaykit.transforms.batch_values import last_real, set_all, set_real
+from replaykit.transforms.batch_values import last_real, rows_until, set_all, set_real
 from replaykit.transforms.history import (
     HistoryTransform,
     Surroundings,
     as_tensor_like,
     over_features,
-    require,
+    require_all,
 )
 from replaykit.transforms.trajectory_edits import EditedEpisodes
 from replaykit.transforms.transform import Transform
@@ -143,9 +143,7 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
         >>> discounted_returns(np.array([1.0, 2.0, 4.0]), np.array([False, False, True]), 0.5)
         array([3., 4., 4.])
     """
-    at = np.nonzero(stops)[0]
-    rest = at[np.cumsum(stops) - stops] - np.arange(len(stops))  # later rows in the same sum
-    reach = 1
+    rest, reach = rows_until(stops), 1
     longest = int(rest.max(initial=0))
     while reach <= longest and gamma > 0:
         on = np.nonzero(rest >= reach)[0]
@@ -154,13 +152,19 @@ def discounted_returns(values: Array, stops: Array, gamma: float) -> Array:
     return values
 
 
-def open_by_reason(around: Surroundings, last: Array, like: torch.Tensor) -> torch.Tensor:
+def bootstrap_of(
+    flag: torch.Tensor | None, around: Surroundings, last: Array, like: torch.Tensor
+) -> torch.Tensor:
     """Return a mask of the rows ``last`` that did not terminate, bool ``[B, 1]``.
 
-    The mask follows from the episode index.
+    ``flag`` is their terminated flag. Without it, the mask follows from the episode index.
     """
-    ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
-    return as_tensor_like(~ended[:, None], like)
+    if flag is None:
+        ended = (last == around.last) & (around.reason == int(EndReason.TERMINATED))
+        return as_tensor_like(~ended[:, None], like)
+    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
+        return ~flag
+    return ~is_set(flag, 1).unsqueeze(-1)
 
 
 class Bootstrap(HistoryTransform):
@@ -204,13 +208,10 @@ class Bootstrap(HistoryTransform):
     def apply(self, data: Any, fetched: None, around: Surroundings) -> Any:
         """Add the mask."""
         flag = lookup(data, self.boundary)
-        if flag is not None:
-            bootstrap = ~is_set(flag, 1).unsqueeze(-1)
-        elif self.boundary == TERMINATED:
-            time = around.time if around.next_time is None else around.next_time
-            bootstrap = open_by_reason(around, time, next(iter(data.values(True, True))))
-        else:
+        if flag is None and self.boundary != TERMINATED:
             raise KeyError(f"{self!r}: expected the key {format_key(self.boundary)} in the batch")
+        time = around.time if around.next_time is None else around.next_time
+        bootstrap = bootstrap_of(flag, around, time, next(iter(data.values(True, True))))
         if self.per_window:
             set_all(data, {("bootstrap",): bootstrap[as_tensor_like(last_real(around), bootstrap)]})
         else:
@@ -358,7 +359,7 @@ class ReturnToGo(Transform):
             needed.append(self.boundary)
         if isinstance(self.value, tuple):
             needed.append(self.value)
-        reward = require(data, needed, self)[self.reward]
+        reward = require_all(data, needed, self)[self.reward]
         data = data.copy()
         data.set(self.key, torch.full_like(reward, self.default, dtype=sum_dtype(reward)))
         shape = (*data.batch_size, 1)
@@ -506,7 +507,10 @@ class ReturnToGo(Transform):
         truncated = code == int(EndReason.TRUNCATED)
         if truncated.any():
             at = truncated.nonzero()[0]
-            wanted = [self.value] if isinstance(self.value, tuple) else _under_next(storage)
+            stored = storage.require().schema.leaves
+            wanted = [path for path in stored if path[0] == "next"]
+            if isinstance(self.value, tuple):
+                wanted = [self.value]
             found = self._gather(storage, index, wanted, last[at], lane[at])
             value = self._values(found, leaves[self.reward], truncated)
         returns = self._returns(leaves, rows, value).to(storage.leaf(self.key).dtype)
@@ -614,10 +618,6 @@ def _is_outdated(storage: ColumnStorage, index: EpisodeIndex, seen: int | None) 
         elif kind is ChangeKind.EDIT:
             outdated |= columns is None or not columns.isdisjoint(paths)
     return outdated
-
-
-def _under_next(storage: ColumnStorage) -> list[Path]:
-    return [path for path in storage.require().schema.leaves if path[0] == "next"]
 
 
 def _nested(leaves: dict[Path, torch.Tensor], rows: int) -> Any:

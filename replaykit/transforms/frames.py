@@ -25,7 +25,7 @@ from replaykit.transforms.history import (
     as_tensor_like,
     filled,
     over_features,
-    require,
+    require_all,
 )
 
 
@@ -141,7 +141,7 @@ class FrameStream:
         how, lanes = self._how, data.batch_size[0]
         begins = _one_a_lane(reset, lanes)
         frames = {}
-        for key, frame in require(data, how.keys, how).items():
+        for key, frame in require_all(data, how.keys, how).items():
             frames[key] = self._taken(key, frame, begins)
         made = data.copy()
         if how.k > 1 or how.new_dim:
@@ -290,7 +290,7 @@ class StackFrames(HistoryTransform):
         """Replace the frames by stacks."""
         if fetched is None:
             return data
-        own = require(data, self.keys, self)
+        own = require_all(data, self.keys, self)
         leaves = around.frames(fetched.frames)
         ahead = None if fetched.before_next is None else around.frames(fetched.before_next)
         real = real_of(around.mask, data)
@@ -489,14 +489,17 @@ class PreviousStep(HistoryTransform):
     def _pairs(self, leaves: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
         """Return, by name, the values of the previous row and of the row of ``next``."""
         if self.concat:
-            return {_ALL: torch.cat([self._columns(k, leaves[k]) for k in self._in_order()], -1)}
+            ordered = sorted(self.keys, key=lambda key: key[0] != "next")
+            return {_ALL: torch.cat([self._columns(key, leaves[key]) for key in ordered], -1)}
         return {name: leaves[key] for key, name in self.names.items()}
 
     def _started(self, name: Path, values: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
         """Return values ``[B, *F]`` with ``init`` at the first rows of episodes."""
         init, dtype = self.init, values.dtype
         if not dtype.is_floating_point and not dtype.is_complex:
-            low, high = (0, 1) if dtype is torch.bool else _limits(dtype)
+            low, high = 0, 1
+            if dtype is not torch.bool:
+                low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
             if not init.is_integer() or not low <= init <= high:
                 raise ValueError(
                     f"init: expected a number that {dtype} can hold, for {format_key(name)}, got "
@@ -504,9 +507,6 @@ class PreviousStep(HistoryTransform):
                 )
             init = int(init)
         return filled(values, begins, init)
-
-    def _in_order(self) -> list[Path]:
-        return sorted(self.keys, key=lambda key: key[0] != "next")
 
     def _columns(self, key: Path, values: torch.Tensor) -> torch.Tensor:
         """Return values ``[B, 2, *F]`` as columns ``[B, 2, A]``."""
@@ -592,8 +592,3 @@ class StepCount(HistoryTransform):
 def _previous(key: Path) -> Path:
     path = key[1:] if key[0] == "next" and len(key) > 1 else key
     return (*path[:-1], f"previous_{path[-1]}")
-
-
-def _limits(dtype: torch.dtype) -> tuple[int, int]:
-    limits = torch.iinfo(dtype)
-    return limits.min, limits.max

@@ -22,7 +22,7 @@ from replaykit.transforms.history import (
     Surroundings,
     as_tensor_like,
     over_features,
-    require,
+    require_all,
 )
 
 Array = np.ndarray[Any, Any]
@@ -336,8 +336,7 @@ class HindsightGoal(HistoryTransform):
         column = around.column(self.achieved)
         if column is None:
             return None
-        low = around.first if self.strategy == "episode" else around.time
-        low = around.last if self.strategy == "final" else low
+        low = self._earliest(around, around.time)
         found = later_goals(both, low, around.last, self.p, column)
         if found is None:
             return None
@@ -372,15 +371,16 @@ class HindsightGoal(HistoryTransform):
 
     def _targets(self, around: Surroundings, low: Array, draws: Array) -> tuple[Array, Array]:
         """Return time and lane of the row from which each row's new goal comes."""
-        if self.strategy == "final":
-            return around.last, around.lane
         if self.strategy == "random":
             stored = around.stored()
             return around.any_rows(np.minimum((draws * stored).astype(np.int64), stored - 1))
-        if self.strategy == "episode":
-            low = around.first
+        low = self._earliest(around, low)
         further = around.last - low
         return low + np.minimum((draws * (further + 1)).astype(np.int64), further), around.lane
+
+    def _earliest(self, around: Surroundings, low: Array) -> Array:
+        """Return the earliest times of new goals; ``low`` are those of future goals."""
+        return {"episode": around.first, "final": around.last}.get(self.strategy, low)
 
     # -- new goals, rewards and flags -----------------------------------------------------------
 
@@ -410,7 +410,7 @@ class HindsightGoal(HistoryTransform):
 
     def _own(self, data: Any) -> dict[Path, torch.Tensor]:
         """Return the needed leaves of a batch. Raises KeyError if a leaf is absent."""
-        leaves = dict(require(data, self._needed, self))
+        leaves = dict(require_all(data, self._needed, self))
         if self.terminated_fn is not None:
             for key in (DONE, TRUNCATED):
                 flag = lookup(data, key)

@@ -354,7 +354,7 @@ def filled(values: torch.Tensor, rows: torch.Tensor, number: float) -> torch.Ten
     return torch.where(over_features(rows, values), new, values)
 
 
-def require(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
+def require_all(data: Any, keys: Sequence[Path], who: object) -> Mapping[Path, torch.Tensor]:
     """Return leaves of a batch. Raises KeyError with the missing keys."""
     found = {key: lookup(data, key) for key in keys}
     missing = [key for key, value in found.items() if value is None]

@@ -33,10 +33,10 @@ from replaykit.transforms.batch_values import (
     set_real,
 )
 from replaykit.transforms.discounting import (
+    bootstrap_of,
     discounted_sums,
     is_set,
     one_step_key,
-    open_by_reason,
     powers,
     steps_and_gamma,
     sum_dtype,
@@ -47,7 +47,7 @@ from replaykit.transforms.history import (
     Surroundings,
     as_tensor_like,
     over_features,
-    require,
+    require_all,
 )
 from replaykit.transforms.transform import Transform
 
@@ -200,10 +200,7 @@ class NStepWriting(Transform):
     def _summed(self, rows: Any, dim: int, *, closing: bool) -> tuple[Any, int]:
         """Return the rows that are complete in all lanes, with sums, and their number."""
         batch_dims = rows.batch_dims
-        leaves = {
-            key if isinstance(key, tuple) else (key,): leaf.movedim(dim, 0)
-            for key, leaf in rows.items(True, True)
-        }
+        leaves = {unravel(key): leaf.movedim(dim, 0) for key, leaf in rows.items(True, True)}
         length = rows.batch_size[dim]
         ended = _ended(leaves, batch_dims)
         time = torch.arange(length, device=ended.device)
@@ -289,11 +286,7 @@ def _layout(rows: Any, dim: int) -> dict[Path, Any]:
     batch = list(rows.batch_size)
     del batch[dim]
     return {
-        key if isinstance(key, tuple) else (key,): (
-            leaf.dtype,
-            tuple(batch),
-            tuple(leaf.shape[rows.batch_dims :]),
-        )
+        unravel(key): (leaf.dtype, tuple(batch), tuple(leaf.shape[rows.batch_dims :]))
         for key, leaf in rows.items(True, True)
     }
 
@@ -423,10 +416,10 @@ class NStep(HistoryTransform):
         self.changes = frozenset(made if per_step else made | set(NEXT_FLAGS))
         # One tuple, because several threads may draw from buffers with other schemas.
         self._known: tuple[Collection[Path], list[Path], dict[bool, StepsPlan]] | None = None
-        self._powers: Array | None = None
+        self._powers: tuple[float, ...] | None = None
         if steps <= _TABLE_STEPS:
-            self._powers = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
-            self._floats = self._powers[:, None].astype(np.float32)
+            found = np.power(self.gamma, np.arange(1, steps + 1), dtype=np.float64)
+            self._powers = tuple(found.tolist())
 
     # -- under the lock -----------------------------------------------------------------------
 
@@ -473,10 +466,9 @@ class NStep(HistoryTransform):
         taken, plans = self._of_schema(keys)
         if fills not in plans:
             assert self._powers is not None
-            discounts = tuple(self._powers.tolist())
             flag = TERMINATED if fills and TERMINATED in taken else None
             leaves = tuple(taken) if fills else ()
-            plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, discounts)
+            plans[fills] = StepsPlan(self.reward_key, flag, leaves, self.gamma, self._powers)
         return plans[fills]
 
     @staticmethod
@@ -495,7 +487,7 @@ class NStep(HistoryTransform):
         """Replace reward and ``next``, and add the other parts of a target."""
         own = lookup(data, self.reward_key)
         if own is None:
-            require(data, [self.reward_key], self)
+            require_all(data, [self.reward_key], self)
         if fetched is None:
             return self._apply_inside(data, own, around)
         if isinstance(fetched, Led):
@@ -509,40 +501,31 @@ class NStep(HistoryTransform):
         if fetched.last is not None:
             seen = around.seen(fetched.last)
             last = {key: seen[key] for key in fetched.keys}
-        if TERMINATED in last:
-            bootstrap = ~_column(last[TERMINATED])
-        else:
-            bootstrap = open_by_reason(around, around.time + steps, own)
-        values = {
-            **last,
+        bootstrap = bootstrap_of(last.get(TERMINATED), around, around.time + steps, own)
+        set_real(data, last | self._target(own, sums, steps, bootstrap), around.mask)
+        return data
+
+    def _target(
+        self, own: torch.Tensor, sums: torch.Tensor, steps: Array, bootstrap: torch.Tensor
+    ) -> dict[Path, torch.Tensor]:
+        return {
             self.reward_key: sums,
             self.one_step_key: own,
-            _DISCOUNT: self._discounts(steps, sums),
-            _STEPS: torch.from_numpy(steps[:, None] + 1).to(sums.device),
+            _DISCOUNT: powers(self.gamma, steps + 1, sums),
+            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
             _BOOTSTRAP: bootstrap,
         }
-        set_real(data, values, around.mask)
-        return data
 
     def _apply_led(self, data: Any, own: torch.Tensor, led: Led, around: Surroundings) -> Any:
         """Add the parts of a target to a batch that has the last step's ``next`` already."""
         bootstrap = led.open
         if bootstrap is None:
-            terminated = lookup(data, TERMINATED)
-            if terminated is None:
-                bootstrap = open_by_reason(around, led.ends, own)
-            else:
-                bootstrap = ~_column(terminated)
+            bootstrap = bootstrap_of(lookup(data, TERMINATED), around, led.ends, own)
         inner = {self.reward_key[-1]: led.sums, self.one_step_key[-1]: own}
         made = {"discount": led.discounts, "steps_used": led.used, "bootstrap": bootstrap}
         above = self.reward_key[:-1]
         set_groups(data, {above: inner, (): made} if above else {(): {**inner, **made}})
         return data
-
-    def _discounts(self, steps: Array, sums: torch.Tensor) -> torch.Tensor:
-        if self._powers is not None and sums.dtype is torch.float32:
-            return torch.from_numpy(self._floats.take(steps, 0)).to(sums.device)
-        return powers(self.gamma, steps + 1, sums)
 
     def _summed(self, rewards: torch.Tensor, steps: Array) -> torch.Tensor:
         """Return the discounted sum of the first ``steps[b] + 1`` rewards of each row b.
@@ -573,24 +556,15 @@ class NStep(HistoryTransform):
         last = as_tensor_like(np.arange(len(steps)) + steps, own)
         boot = as_tensor_like((np.arange(len(steps)) + steps)[nearest_real(around)], own)
         terminated = lookup(data, TERMINATED)
-        if terminated is not None:
-            bootstrap = ~_column(terminated)[last]
-        else:
-            bootstrap = open_by_reason(around, around.time + steps, own)
-        values = {
-            self.reward_key: sums,
-            self.one_step_key: own,
-            _DISCOUNT: powers(self.gamma, steps + 1, sums),
-            _STEPS: as_tensor_like(steps[:, None] + 1, sums),
-            _BOOTSTRAP: bootstrap,
-        }
+        flag = None if terminated is None else terminated[last]
+        bootstrap = bootstrap_of(flag, around, around.time + steps, own)
         skipped = {*NEXT_FLAGS, self.reward_key, self.one_step_key}
         found = {
-            ("boot", *key): leaf[boot]
-            for key, leaf in _leaves(data.get("next", None))
-            if ("next", *key) not in skipped
+            ("boot", *path[1:]): leaf[boot]
+            for path, leaf in ((unravel(key), leaf) for key, leaf in data.items(True, True))
+            if path[0] == "next" and path not in skipped
         }
-        set_real(data, values, around.mask)
+        set_real(data, self._target(own, sums, steps, bootstrap), around.mask)
         set_all(data, found)  # this also sets "boot" at padding
         return data
 
@@ -611,19 +585,3 @@ def _times(around: Surroundings, steps: Array) -> Array:
     """Return the times of all steps of each row, ``[B, m]``; the last time repeats."""
     width = int(steps.max()) + 1 if len(steps) else 1
     return around.time[:, None] + np.minimum(np.arange(width), steps[:, None])
-
-
-def _column(flag: torch.Tensor) -> torch.Tensor:
-    """Return a flag as bool ``[B, 1]``."""
-    if flag.dtype is torch.bool and flag.shape[1:] == (1,):
-        return flag
-    return is_set(flag, 1).unsqueeze(-1)
-
-
-def _leaves(branch: Any) -> list[tuple[Path, torch.Tensor]]:
-    """Return the tensors below a branch with their paths; empty without a branch."""
-    if branch is None:
-        return []
-    return [
-        (key if isinstance(key, tuple) else (key,), leaf) for key, leaf in branch.items(True, True)
-    ]

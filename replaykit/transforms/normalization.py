@@ -22,7 +22,9 @@ from replaykit.transforms.batch_values import (
     as_keys,
     keep_padding,
     real_rows,
+    require_numbers,
     require_tensor,
+    with_values,
 )
 from replaykit.transforms.neighbours import Windows
 from replaykit.transforms.transform import Compose
@@ -131,15 +133,12 @@ class _Scaling(ValueTransform):
         scales = dict(zip(self.keys, self.scales(), strict=True))
         for key in keys:
             for path in (key, ("next", *key)) if self.with_next else (key,):
-                old, found = _numbers(require_tensor(data, path), path), scales[key]
+                old, found = require_numbers(data, path), scales[key]
                 if found is not None:
                     dtype = old.dtype if old.is_floating_point() else torch.get_default_dtype()
                     new = change(old.double(), *(one.to(old.device) for one in found)).to(dtype)
                     values[path] = keep_padding(real_rows(data), new, old)
-        made = data.copy()
-        for path, value in values.items():
-            made.set(path, value)
-        return made
+        return with_values(data, values)
 
 
 class RunningNorm(_Scaling):
@@ -233,7 +232,7 @@ class RunningNorm(_Scaling):
             return
         rows = []
         for key in self.keys:
-            value, real = _numbers(require_tensor(data, key), key), real_rows(data)
+            value, real = require_numbers(data, key), real_rows(data)
             rows.append(value.flatten(0, data.batch_dims - 1) if real is None else value[real])
         self._check_shapes(rows)
         self._count(rows)
@@ -250,11 +249,10 @@ class RunningNorm(_Scaling):
         if not len(rows[0]):
             return
         with self._lock:
-            found = [
+            self._moments = [
                 self._after(old, one.detach().double())
                 for old, one in zip(self._moments, rows, strict=True)
             ]
-            self._moments = list(found)
 
     def _after(self, old: Moments | None, rows: torch.Tensor) -> Moments | None:
         rows = rows[rows.isfinite().flatten(1).all(1)] if rows.ndim > 1 else rows[rows.isfinite()]
@@ -366,10 +364,9 @@ class _Counting:
             data = build(rows.root, rows.leaves, rows.batch, leaf.device)
         if len(self._before):
             data = self._before.forward(data.copy())
-        given = []
-        for key in norm.keys:
-            value = require_tensor(data, key).flatten(0, dims - 1)
-            given.append(_numbers(value, key).detach().double())
+        given = [
+            require_numbers(data, key).flatten(0, dims - 1).detach().double() for key in norm.keys
+        ]
         norm._check_shapes(given)
         self._given[threading.get_ident()] = given
 
@@ -488,16 +485,13 @@ def _scale_of(statistics: Any, key: Path, mode: str) -> _Scale:
 
     if mode == "mean_std":
         shift, scale = read("mean"), read("std")
+        if "min" in found and "max" in found:
+            # Rounding may give a constant column a deviation, and move its mean.
+            same = read("min") == read("max")
+            shift, scale = torch.where(same, read("min"), shift), scale.masked_fill(same, 0.0)
     else:
-        low, high = ("min", "max") if mode == "min_max" else ("quantiles", "quantiles")
-        least, most = read(low), read(high)
-        if mode == "quantiles":
-            least, most = least[0], most[-1]
-        shift, scale = (least + most) / 2, (most - least) / 2
-    if mode == "mean_std" and "min" in found and "max" in found:
-        # Rounding may give a constant column a deviation, and move its mean.
-        same = read("min") == read("max")
-        shift, scale = torch.where(same, read("min"), shift), scale.masked_fill(same, 0.0)
+        bounds = (read("min"), read("max")) if mode == "min_max" else read("quantiles")
+        shift, scale = (bounds[0] + bounds[-1]) / 2, (bounds[-1] - bounds[0]) / 2
     return shift, scale.masked_fill(scale <= 0, 1.0)
 
 
@@ -552,13 +546,6 @@ class Unnormalize(ValueTransform):
         return f"Unnormalize({self.norm!r})"
 
 
-def _numbers(value: torch.Tensor, key: Path) -> torch.Tensor:
-    """Return a column; raise TypeError if it does not hold real numbers."""
-    if value.dtype is torch.bool or value.dtype.is_complex:
-        raise TypeError(f"key {format_key(key)}: expected real numbers, got {value.dtype}")
-    return value
-
-
 class Pad(ValueTransform):
     """A transform that pads columns to a common width, and adds columns that a data set lacks.
 
@@ -607,7 +594,7 @@ class Pad(ValueTransform):
 
     def forward(self, data: Any) -> Any:
         """Return a TensorDict with padded columns and masks; ``data`` does not change."""
-        made = data.copy()
+        made: dict[Path, torch.Tensor] = {}
         for key, width in self.widths.items():
             if isinstance(width, torch.Tensor) and lookup(data, key) is None:
                 device = next(iter(data.values(True, True))).device
@@ -616,12 +603,10 @@ class Pad(ValueTransform):
             else:
                 old = require_tensor(data, key)
             new, size = self._padded(old, data.batch_dims, key, width), old.shape[-1]
-            made.set(key, new)
             mask = torch.arange(new.shape[-1], device=new.device) < size
-            made.set(
-                (*key[:-1], f"{key[-1]}_mask"), mask.expand(*data.batch_size, len(mask)).clone()
-            )
-        return made
+            mask_key = (*key[:-1], f"{key[-1]}_mask")
+            made |= {key: new, mask_key: mask.expand(*data.batch_size, len(mask)).clone()}
+        return with_values(data, made)
 
     def _padded(
         self, old: torch.Tensor, dims: int, key: Path, width: int | torch.Tensor

@@ -376,13 +376,11 @@ class TrajectoryTransform(HistoryTransform):
         joined = {
             path: torch.cat([part[path] for part in parts]).to(like.device) for path in parts[0]
         }
-        # Stored episodes are not checked, because they do not come from the function.
-        if copied.apply.all():
-            check_flags(joined, count)
-        else:
+        some = joined
+        if not copied.apply.all():  # stored episodes do not come from the function
             chosen = torch.from_numpy(np.repeat(copied.apply, count))
             some = {path: leaf[chosen.to(leaf.device)] for path, leaf in joined.items()}
-            check_flags(some, count[copied.apply])
+        check_flags(some, count[copied.apply])
         reason = end_reasons(joined, count, copied.reason)
         reason = np.where(copied.apply, reason, copied.reason)
         generator = torch.Generator("cpu").manual_seed(copied.seed)

@@ -74,14 +74,11 @@ class _Entry:
         return self.rank is not None and self.rank < _STAGES["value"]
 
     def apply(self, data: Any, *, reading: bool) -> Any:
-        if reading != self.invert:
-            return self.transform(data) if callable(self.transform) else self._forward(data)
-        inverse = getattr(self.transform, "inv", None)
-        return data if inverse is None else inverse(data)
-
-    def _forward(self, data: Any) -> Any:
-        forward = getattr(self.transform, "forward", None)
-        return data if forward is None else forward(data)
+        is_forward = reading != self.invert
+        if is_forward and callable(self.transform):
+            return self.transform(data)
+        function = getattr(self.transform, "forward" if is_forward else "inv", None)
+        return data if function is None else function(data)
 
 
 class Compose(Transform):
@@ -275,8 +272,7 @@ class Compose(Transform):
 
     def copy(self) -> Compose:
         """Return a chain of the same transforms."""
-        chain = Compose(order=self.order)
-        chain._set_entries(list(self.entries))
+        chain: Compose = self[:]
         return chain
 
     def state_dict(self) -> dict[str, Any]:

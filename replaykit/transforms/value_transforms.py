@@ -21,8 +21,11 @@ from replaykit.transforms.batch_values import (
     keep_padding,
     real_rows,
     require,
+    require_numbers,
     require_tensor,
+    with_values,
 )
+from replaykit.transforms.history import require_all
 from replaykit.transforms.transform import Transform
 
 
@@ -83,10 +86,7 @@ class Cast(ValueTransform):
                 raise ValueError(f"key {format_key(key)} is bool; bools are never cast")
             else:
                 found[key] = value
-        data = data.copy()
-        for key, value in found.items():
-            data.set(key, self._cast(value))
-        return data
+        return with_values(data, {key: self._cast(value) for key, value in found.items()})
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         if value.dtype is self.dtype or value.requires_grad:
@@ -176,10 +176,8 @@ class ImageScale(ValueTransform):
             if image.dtype is not torch.uint8:
                 raise TypeError(f"key {format_key(key)}: expected uint8, got {image.dtype}")
         real = real_rows(data)
-        data = data.copy()
-        for key, image in found.items():
-            data.set(key, keep_padding(real, self._scaled(image), image))
-        return data
+        made = {key: keep_padding(real, self._scaled(image), image) for key, image in found.items()}
+        return with_values(data, made)
 
     def _scaled(self, image: torch.Tensor) -> torch.Tensor:
         scaled = self._memory.new_like(image, torch.float32)
@@ -203,12 +201,7 @@ class ImageScale(ValueTransform):
                     f"key {format_key(key)}: expected uint8 or floats, got {image.dtype}"
                 )
             made[key] = self._bytes(image, key)
-        if not made:
-            return data
-        data = data.copy()
-        for key, image in made.items():
-            data.set(key, image)
-        return data
+        return with_values(data, made) if made else data
 
     def _bytes(self, image: torch.Tensor, key: Key) -> torch.Tensor:
         exact = torch.promote_types(image.dtype, torch.float32)
@@ -256,9 +249,7 @@ class _RewardTransform(ValueTransform):
             TypeError: ``data`` is not a TensorDict, or the column is bool or complex.
             KeyError: the column is absent.
         """
-        old = require_tensor(data, self.key)
-        if old.dtype is torch.bool or old.dtype.is_complex:
-            raise TypeError(f"key {format_key(self.key)}: expected real numbers, got {old.dtype}")
+        old = require_numbers(data, self.key)
         new = self._mapped(old, real_rows(data))
         return data.copy().set(self.key, new)
 
@@ -535,10 +526,8 @@ class RenameTransform(Transform):
         # Read all values before the first name changes, because names may be swapped.
         values = [require(data, key) for key in self.in_keys]
         # Make a copy, because a new name may belong to a branch that is shared with the argument.
-        data = data.exclude(*self.in_keys).copy()
-        for key, value in zip(self.out_keys, values, strict=True):
-            data.set(key, value)
-        return data
+        renamed = dict(zip(self.out_keys, values, strict=True))
+        return with_values(data.exclude(*self.in_keys), renamed)
 
     def __repr__(self) -> str:
         return f"RenameTransform({self.in_keys}, {self.out_keys})"
@@ -626,18 +615,14 @@ class KeepRaw(Transform):
 
     def forward(self, data: Any) -> Any:
         """Add the copies."""
+        values = require_all(data, self.keys, self)
         for key in self.keys:
-            value = lookup(data, key)
-            if value is None:
-                raise KeyError(
-                    f"KeepRaw expected the key {format_key(key)}, got a batch without it"
-                )
             if lookup(data, self.under + key) is not None:
                 raise KeyError(
                     f"KeepRaw expected no key {format_key(self.under + key)} in the batch; pass "
                     "another prefix as under="
                 )
-            data.set(self.under + key, value.clone())
+            data.set(self.under + key, values[key].clone())
         return data
 
     def __repr__(self) -> str:

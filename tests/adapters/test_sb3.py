@@ -397,7 +397,7 @@ def test_hindsight_draws_only_ended_episodes() -> None:
     drawn = buffer.sample(500).observations["observation"][:, 0]
     assert sorted(set(drawn.tolist())) == [-3, -2, -1, 0]
     buffer.truncate_last_trajectory()
-    assert buffer._ended_rows()._until[-1] == 9
+    assert buffer._ended_runs()[1].sum() == 9
 
 
 class Pixels(gymnasium.Env[Any, Any]):
@@ -486,6 +486,8 @@ def test_n_step_stacks_equal() -> None:
         assert_equal(*both(found, expected, 16, number))
         if number % 5 == 4:  # a copy continues the open episodes
             found = pickle.loads(pickle.dumps(found))
+            state = found._step.__getstate__()  # earlier releases saved an array
+            found._step.__setstate__({**state, "after": state["after"][""]})
 
 
 @pytest.mark.parametrize("envs", [1, 4])
@@ -724,11 +726,11 @@ def test_checkpoints_are_loaded_into_any_capacity(tmp_path: Path, size: int, env
 def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None:
     model = hindsight(SB3HerReplayBuffer, 2, 100, copy_info_dict=True)
     model.save_replay_buffer(tmp_path / "rows.pkl")
-    before = model.replay_buffer._ended_rows()._until[-1]
+    before = model.replay_buffer._ended_runs()[1].sum()
     model.load_replay_buffer(tmp_path / "rows.pkl", truncate_last_traj=False)
-    assert model.replay_buffer._ended_rows()._until[-1] == before
+    assert model.replay_buffer._ended_runs()[1].sum() == before
     model.load_replay_buffer(tmp_path / "rows.pkl")
-    assert model.replay_buffer._ended_rows()._until[-1] > before
+    assert model.replay_buffer._ended_runs()[1].sum() > before
     assert model.replay_buffer.sample(9).rewards.shape == (9, 1)
     model.replay_buffer.env = None
     refuses(RuntimeError, r"call set_env\(env\)", model.replay_buffer.sample, 9)
@@ -741,7 +743,7 @@ def test_a_loaded_hindsight_buffer_ends_its_open_episode(tmp_path: Path) -> None
         ({"n_steps": 0}, "expected n_steps as an int of at least 1, got 0"),
         ({"frame_stack": 1.5}, "expected frame_stack as an int of at least 1, got 1.5"),
         ({"frame_stack": 3}, "frame_stack=3: expected an array whose first axis"),
-        ({"gamma": 1.5}, r"gamma: expected a discount in \[0, 1\], got 1.5"),
+        ({"gamma": 1.5}, r"gamma: expected a number in \[0, 1\], got 1.5"),
         ({"n_steps": 3}, "gamma: expected the discount of the algorithm with n_steps=3, got None"),
         ({"alpha": 0.6}, "alpha: expected None without prioritized=True, got 0.6"),
         ({"beta": 0.0}, "beta: expected None without prioritized=True, got 0.0"),

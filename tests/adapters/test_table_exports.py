@@ -284,7 +284,7 @@ def test_bad_data_is_refused(form, rb, tmp_path):
     with pytest.raises(SchemaError, match=r"without '/'.*'(observation.)?a/b'"):
         CALLS[form](other, target, overwrite=True)
     for wrong in ({"fps": 0}, {"fps": 1.5}, {"fps": 1, "task": ["a"]}):
-        with pytest.raises(ValueError, match=r"fps as a positive|each of 3 episodes"):
+        with pytest.raises(ValueError, match=r"fps as an int of at least 1|each of 3 episodes"):
             to_lerobot(rb, target, overwrite=True, **wrong)
     assert sorted(os.listdir(tmp_path)) == ["a"]
 

@@ -7,6 +7,7 @@ import io
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 
 import h5py
@@ -124,7 +125,10 @@ def axes_of(draw):
 )
 def test_constants_and_discrete_actions_fit_their_plot(actions):
     """A bar for each value, and nothing between them."""
-    for draw in (histogram(actions, "action"), small_histograms(actions[:, None], ["[0]"])):
+    for draw in (
+        partial(histogram, actions, "action"),
+        partial(small_histograms, actions[:, None], ["[0]"]),
+    ):
         axes = axes_of(draw)
         values, times = np.unique(actions[np.isfinite(actions)], return_counts=True)
         assert [bar.get_height() for bar in axes.patches] == times.tolist()
@@ -138,7 +142,7 @@ def test_constants_and_discrete_actions_fit_their_plot(actions):
 
 @pytest.mark.parametrize("returns", [[-8.5, -0.5, 7.9], [0.25, 0.5], [1.5, 1.5001, 90.0]])
 def test_few_values_are_no_solid_block(returns):
-    (shape,) = axes_of(histogram(np.array(returns), "return")).patches
+    (shape,) = axes_of(partial(histogram, np.array(returns), "return")).patches
     counts = shape.get_data().values
     assert counts.sum() == len(returns)
     assert (counts > 0).mean() < 0.2
@@ -156,10 +160,13 @@ def test_few_values_are_no_solid_block(returns):
 def test_few_numbers_have_a_tick_each(values, ticks):
     """Of more than four, small plots have room for a part."""
     column = np.array(values).repeat(5)
-    wide, small = histogram(column, "action"), small_histograms(column[:, None], ["action"])
+    wide = partial(histogram, column, "action")
+    small = partial(small_histograms, column[:, None], ["action"])
     assert axes_of(wide).get_xticks().tolist() == list(values)
     assert axes_of(small).get_xticks().tolist() == ticks
-    returns = lines(np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"])
+    returns = partial(
+        lines, np.arange(2), np.array([3.0, 4.0]), "return", ["terminated", "truncated"]
+    )
     assert axes_of(returns).get_xticks().tolist() == [0, 1]
 
 

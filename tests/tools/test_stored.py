@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 
 import h5py
 import numpy as np
@@ -23,6 +24,7 @@ from replaykit.adapters import to_robomimic
 from replaykit.errors import CheckpointError
 from replaykit.inspection import kind_of, opened
 from replaykit.tools.stored_facts import opened_buffer
+from tests.support.refusals import refuses
 
 
 def assert_statistics(facts, rows):
@@ -132,8 +134,21 @@ STREAMS = {
 }
 
 
+def without_lane_key(folder):
+    """Change a checkpoint to one of an earlier release, which did not save the lane_key."""
+    file = folder / "manifest.json"
+    text, key = file.read_text()[: file.read_text().rindex(', "crc32"')], '"lane_key": ["env"], '
+    assert key in text
+    text = text.replace(key, "")
+    checksum = zlib.crc32((text + "}").encode())
+    file.write_text(f'{text}, "crc32": {checksum}}}')
+
+
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("kind", STREAMS)
-def test_episodes_of_streams_in_a_checkpoint_are_those_of_the_buffer(kind, tmp_path, transitions):
+def test_episodes_of_streams_in_a_checkpoint_are_those_of_the_buffer(
+    kind, is_old, tmp_path, transitions
+):
     """Rows of several streams are interleaved, or lie in slots of their stream."""
     options, writer = STREAMS[kind]
     storage = LazyTensorStorage(36, lane_key="env", **options)
@@ -150,7 +165,16 @@ def test_episodes_of_streams_in_a_checkpoint_are_those_of_the_buffer(kind, tmp_p
         for step in range(24):
             rb.extend(torch.stack([rows[step] for rows in streams]))
     wanted = [(len(each), each.rows()["action"]) for each in rb.episodes]
-    with saved(rb, tmp_path) as (facts, table):
+    rb.dumps(tmp_path / "saved")
+    if is_old:
+        without_lane_key(tmp_path / "saved")
+    if is_old and writer is None:  # nothing in the checkpoint tells the streams apart
+        with opened(tmp_path / "saved") as (facts, _):
+            assert (facts.rows, facts.episodes) == (36, None)
+            assert "without the name of their lane_key" in facts.warnings[0]
+        refuses(ValueError, "lane_key", exported, tmp_path / "saved", tmp_path / "a.hdf5")
+        return
+    with opened(tmp_path / "saved") as (facts, table):
         assert facts.episodes.lengths.tolist() == [length for length, _ in wanted]
         np.testing.assert_allclose(facts.episodes.returns, rb.episodes.returns.flatten(), 1e-6)
         for number, (length, action) in enumerate(wanted):
