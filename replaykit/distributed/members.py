@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from replaykit.distributed.protocol import (
+    Agreement,
     ShardDied,
     ShardFacts,
     ShardLoss,
@@ -26,6 +27,8 @@ from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
+from replaykit.schema import Schema
+from replaykit.structure import Node
 
 Sent: TypeAlias = tuple[int, Reply]
 """A message under way: the incarnation of the shard, and the future answer."""
@@ -49,6 +52,7 @@ class ShardMembers:
 
     Attributes:
         shards: the present shards. A dead shard stays until its successor is known.
+        agreed: the schema of rows that the client knows, of the first or a later load.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class ShardMembers:
     ) -> None:
         self.supervisor, self.on_loss, self.timeout = supervisor, on_loss, timeout
         self.shards = list(shards)
+        self.agreed = Agreement(0, None)
         self._lock = threading.Lock()
         self._probed_at = [0.0] * len(shards)
         self._facts: list[ShardFacts | None] = [None] * len(shards)
@@ -125,6 +130,17 @@ class ShardMembers:
             with contextlib.suppress(ShardDied):
                 answers[shard] = self.receive(shard, sent, within)
         return answers
+
+    def agree(self, root: Node | None = None) -> Agreement:
+        """Ask for the schema of all clients; with ``root``, agree on it if there is none.
+
+        Raises:
+            SchemaError: the clients have agreed on another schema than ``root``.
+        """
+        self.agreed = agreed = self.supervisor.agree(None if root is None else Schema(root))
+        if root is not None and agreed.schema is not None:
+            agreed.schema.check(root)
+        return agreed
 
     # -- facts --------------------------------------------------------------------------------
 

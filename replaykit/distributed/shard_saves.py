@@ -37,9 +37,8 @@ from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import check, deferred, shielded
-from replaykit.schema import split_leaves
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import LazyTensorStorage
-from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
@@ -147,18 +146,19 @@ def _all_or_none(client: ShardedClient) -> Iterator[None]:
 
 def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) -> None:
     """Replace the rows of all shards by the prepared rows."""
-    root = None if head.layout is None else from_json(head.layout)
+    members = client._members
     with _held(client, token), shielded:  # Ctrl-C waits until all shards have changed
-        _all(client, "commit_load", [(token, root)] * client.num_shards)
+        schema = None if head.layout is None else Schema.from_json(head.layout)
+        members.agreed = members.supervisor.replace(schema)  # first: successors ask for it
+        _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
         if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.pace, client._members.reports())
+            client._tickets.keeper.load(head.pace, members.reports())
         if isinstance(client._router, InTurn):
             client._router.dealt = dealt
         client._drop_ahead()
         if head.generator is not None and client.generator is not None:
             client.generator.set_state(head.generator.clone())
-        client._members.supervisor.replace(root)
-        client._schema = client._stored = None
+        client._stored = None
 
 
 def state_of(client: ShardedClient) -> dict[str, Any]:
@@ -173,13 +173,13 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
 
 def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
     """Return the fields of a `ClientState`, without the counts of the rate limiter."""
-    layout = client._members.supervisor.agree(None)
+    schema = client._members.agree().schema
     return (
         client.num_shards,
         _key(client),
         dealt,
         client._generator_state(),
-        None if layout is None else layout.to_json(),
+        None if schema is None else schema.to_json(),
     )
 
 

@@ -28,7 +28,13 @@ from replaykit.buffer.priorities import (
     written_priorities,
 )
 from replaykit.distributed.members import Sent, ShardMembers
-from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
+from replaykit.distributed.protocol import (
+    Agreement,
+    BarrierBusy,
+    SchemaReplaced,
+    ShardDied,
+    ShardSilent,
+)
 from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
@@ -63,6 +69,7 @@ class Writes:
         send: Callable[[int, Stamp], Sent],
         *,
         again: bool = True,
+        renew: Callable[[], object] | None = None,
     ) -> dict[int, Any]:
         """Send one part to each shard, in parallel; return the answers by shard.
 
@@ -71,6 +78,8 @@ class Writes:
                 if the part is meant for an earlier incarnation.
             again: whether to send parts again to the successors of shards that have died.
                 Otherwise, the result has no answers of these shards.
+            renew: function that checks the write after a load, before a shard that has refused it
+                for the load gets its part again.
 
         Raises:
             TimeoutError: a shard has not answered, or was not restarted; its part may be written.
@@ -84,7 +93,7 @@ class Writes:
             try:
                 bits = sum(1 << shard for shard in shards)
                 stamp = Stamp(self._client, number, bits, done)
-                return self._send(shards, lambda shard: send(shard, stamp), again)
+                return self._send(shards, lambda shard: send(shard, stamp), again, renew)
             finally:
                 with self._lock:
                     self._under_way.discard(number)
@@ -95,7 +104,13 @@ class Writes:
         everyone = list(range(len(members.shards)))
         return self(everyone, lambda shard, stamp: members.send(shard, verb, stamp, *args))
 
-    def _send(self, shards: list[int], send: Callable[[int], Sent], again: bool) -> dict[int, Any]:
+    def _send(
+        self,
+        shards: list[int],
+        send: Callable[[int], Sent],
+        again: bool,
+        renew: Callable[[], object] | None,
+    ) -> dict[int, Any]:
         members, answers, refused = self._members, {}, None
         until = time.monotonic() + members.timeout
         left = list(shards)
@@ -112,7 +127,12 @@ class Writes:
                     for shard, reply in sent.items():
                         try:
                             within = max(0.0, until - time.monotonic())
-                            answers[shard] = members.receive(shard, reply, within)
+                            try:
+                                answers[shard] = members.receive(shard, reply, within)
+                            except SchemaReplaced:
+                                assert renew is not None
+                                renew()
+                                busy.append(shard)
                         except ShardDied:
                             continue
                         except BarrierBusy:
@@ -236,8 +256,7 @@ def write_rows(
             return _NOTHING
         if ticket is not None:
             ticket.admit(len(rows))
-        _agree(client, rows)
-        return _dealt(client, rows, priorities)()
+        return _dealt(client, rows, priorities, _agreed(client, rows))()
 
 
 def send_rows(
@@ -256,13 +275,12 @@ def send_rows(
         return in_thread(client, lambda: made(_NOTHING))
     keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
     if keeper is None:
-        _agree(client, rows)
-        written = _dealt(client, rows, priorities)
+        written = _dealt(client, rows, priorities, _agreed(client, rows))
         return in_thread(client, lambda: made(written()))
     refusal = keeper.limiter.never(INSERT, len(rows), 0)
     if refusal is not None:
         raise ValueError(f"{refusal}: {keeper.limiter!r}")
-    _agree(client, rows)
+    agreed = _agreed(client, rows)
     leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
     copied = Rows(rows.root, leaves, rows.batch)
     given = None if priorities is None else priorities.clone()
@@ -278,7 +296,7 @@ def send_rows(
                     ticket.admit(len(copied))
                 finally:
                     write_queue.held_up = False
-            return made(_dealt(client, copied, given)())
+            return made(_dealt(client, copied, given, agreed)())
 
     return in_thread(client, deliver, paced=True)
 
@@ -300,7 +318,7 @@ def _checked(
 ) -> tuple[Rows, torch.Tensor | None]:
     """Check rows and return them with their priorities.
 
-    Only ``_agree`` can still refuse the returned rows.
+    Only ``_agreed`` can still refuse the returned rows.
     """
     known = client._known_schema()
     try:
@@ -332,20 +350,20 @@ def _checked_by(
     return rows, priorities
 
 
-def _agree(client: ShardedClient, rows: Rows) -> None:
+def _agreed(client: ShardedClient, rows: Rows) -> Agreement:
     """Refuse rows whose schema differs from the schema of the first written rows.
 
     This is the last check before the rows are assigned to shards and written.
     """
-    if client._schema is None:
-        root = client._members.supervisor.agree(rows.root)
-        assert root is not None
-        client._schema = Schema(root)
-    client._schema.check(rows.root)
+    agreed = client._members.agreed
+    if agreed.schema is None:
+        return client._members.agree(rows.root)
+    agreed.schema.check(rows.root)
+    return agreed
 
 
 def _dealt(
-    client: ShardedClient, rows: Rows, priorities: torch.Tensor | None
+    client: ShardedClient, rows: Rows, priorities: torch.Tensor | None, agreed: Agreement
 ) -> Callable[[], torch.Tensor]:
     """Assign rows to shards; return a function that writes copies of them.
 
@@ -368,10 +386,16 @@ def _dealt(
     }
 
     def send(shard: int, stamp: Any) -> Any:
-        return members.send(shard, "extend", stamp, root, *parts[shard], members.most())
+        loads = agreed.loads
+        return members.send(shard, "extend", stamp, loads, root, *parts[shard], members.most())
+
+    def renew() -> None:
+        nonlocal agreed
+        agreed = members.agree(root)
 
     def deliver() -> torch.Tensor:
-        slots = {shard: answer[0] for shard, answer in writes(sorted(chosen), send).items()}
+        answers = writes(sorted(chosen), send, renew=renew)
+        slots = {shard: answer[0] for shard, answer in answers.items()}
         if any(len(slots[shard]) != len(mine) for shard, mine in chosen.items()):
             return torch.cat([names.join(shard, found) for shard, found in slots.items()])
         index = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -438,6 +462,16 @@ def patch_rows(
     client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
 ) -> ConditionalUpdateResult:
     """Write values into rows; see ``ShardedClient.update_if_present``."""
+    if client._stored is not None:
+        with contextlib.suppress(KeyError, ValueError):  # after a load by another client
+            return _patched(client, index, generation, *patch)
+        client._stored = None
+    return _patched(client, index, generation, *patch)
+
+
+def _patched(
+    client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
+) -> ConditionalUpdateResult:
     names, members = client._names, client._members
     check_tracked(client._settings.tracked)
     handles, given = checked_handles(1, index, generation)

@@ -148,7 +148,6 @@ class ShardedClient(Handle[DataT]):
         self._writes = Writes(members)
         self._write_queue, self._sender = WriteQueue(actor=object()), Sender()
         self._tickets = Tickets(members)
-        self._schema: Schema | None = None  # of rows before any transform
         self._stored: Schema | None = None  # of rows after the inverse transforms
         self._priority_key = unravel(settings.priority_key)
         # No part refers to the client, so it ends, and reports its writes, with its last reference.
@@ -176,10 +175,10 @@ class ShardedClient(Handle[DataT]):
 
         ``again``: ask for it, since another client may have loaded rows with another schema.
         """
-        if again or self._schema is None:
-            root = self._members.supervisor.agree(None)
-            self._schema = None if root is None else Schema(root)
-        return self._schema
+        members = self._members
+        return (
+            members.agree() if again or members.agreed.schema is None else members.agreed
+        ).schema
 
     # -- description --------------------------------------------------------------------------
 

@@ -350,6 +350,41 @@ def test_handles_follow_a_load_of_rows_with_another_schema(sharded: Any, tmp_pat
     assert rb[:]["x"].tolist() == [1.0] * 7
 
 
+def test_restarted_shard_refuses_rows_of_the_schema_before_a_load(
+    sharded: Any, tmp_path: Path
+) -> None:
+    rb, saved = sharded(2, on_loss=lambda loss: None), sharded(2)
+    stale = rb.client(on_loss=lambda loss: None)
+    stale.extend({"x": torch.zeros(3, dtype=torch.float64)})  # the next row is for shard 1
+    saved.extend({"x": torch.ones(2)})
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    rb._members.shards[1].kill()
+    for count in (1, 2):
+        refuses(SchemaError, "expected float32", stale.extend, {"x": torch.zeros(count).double()})
+    stale.add({"x": torch.ones(())})
+    assert rb[:]["x"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("first", ["loader", "stale"])
+def test_handles_agree_on_a_schema_after_the_load_of_a_state_without_one(
+    sharded: Any, tmp_path: Path, first: str
+) -> None:
+    rb = sharded(2)
+    rb.dumps(tmp_path)
+    stale = rb.client()
+    stale.extend({"x": torch.zeros(2, dtype=torch.float64)})
+    rb.loads(tmp_path)
+    rows = {"loader": torch.ones(2), "stale": torch.ones(2, dtype=torch.float64)}
+    handles = {"loader": rb, "stale": stale}
+    handles.pop(first).extend({"x": rows[first][:1]})
+    ((other, handle),) = handles.items()
+    refuses(SchemaError, "expected float", handle.extend, {"x": rows[other]})
+    assert len(rb) == 1
+    handle.extend({"x": rows[first]})
+    assert rb[:]["x"].tolist() == [1.0] * 3
+
+
 def test_save_that_finds_the_first_shard_silent_delays_no_writes(
     sharded: Any, tmp_path: Path
 ) -> None:
