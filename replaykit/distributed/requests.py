@@ -207,9 +207,7 @@ class JointReply(Reply, ABC):
         return self._settled(lambda: self._make(timeout), timeout)
 
     def _settled(self, make: Callable[[], Any], timeout: float | None) -> Any:
-        if not self._lock.acquire(
-            timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        ):
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError(f"no answer within {timeout:g} seconds")
         try:
             if not self._known:

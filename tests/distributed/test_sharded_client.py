@@ -284,6 +284,13 @@ def test_patch_fits_the_rows_that_another_handle_has_loaded(sharded: Any, tmp_pa
     assert rb[:]["z"].tolist() == rb[:]["x"].tolist() == [1.0, 1.0]
 
 
+def test_timeouts_that_are_too_long_for_threads_set_no_limit(sharded: Any) -> None:
+    rb = sharded(2, batch_size=2)
+    for timeout in (1e10, 1e300):
+        assert rb.extend_async(torch.zeros(2)).result(timeout) is not None
+        assert rb.sample_async().result(timeout).shape == rb.sample(timeout=timeout).shape
+
+
 def held_back() -> Any:
     return NStep(3, gamma=1.0, when="write")
 
