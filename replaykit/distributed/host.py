@@ -189,11 +189,6 @@ class Host:
         return pack(getattr(self._buffer, "_rate_limiter", None) is not None)
 
     @_answering
-    def apply(self, function: Callable[..., Any], *args: Any) -> Message:
-        """Return ``function(buffer, *args)``, for a function that can be imported."""
-        return self._packed(function(self._buffer, *args))
-
-    @_answering
     def ask(self, name: str, args: Message) -> Message:
         """Return the result of a method of the held object, as `RayShard` requests it."""
         if self._failure is not None:
@@ -234,7 +229,8 @@ class Host:
             method = getattr(self._buffer, name)
         else:
             method = functools.partial(unpack(name, own=True, devices=self._devices), self._buffer)
-        return self._packed(method(*positional, **named))
+        result = method(*positional, **named)
+        return pack(ITSELF if result is self._buffer else result)
 
     @_answering
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
@@ -343,6 +339,3 @@ class Host:
     def _own(self, rows: Any) -> Any:
         """Return rows that the storage may keep, copied if necessary."""
         return rows if self._copies() else rows.clone()
-
-    def _packed(self, result: Any) -> Message:
-        return pack(ITSELF if result is self._buffer else result)
