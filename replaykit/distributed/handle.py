@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from replaykit._ray import Carried
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import Loading
-from replaykit.buffer.draw import check_iterable, checked_batch_size
+from replaykit.buffer.draw import check_iterable, size_or_default
 from replaykit.buffer.source import BufferHandle
 
 
@@ -130,12 +130,7 @@ class Handle(Loading[DataT], BufferHandle):
         return iter(self.next, None)
 
     def _size_of(self, batch_size: int | None) -> int:
-        size = self.batch_size if batch_size is None else checked_batch_size(batch_size)
-        if size is None:
-            raise RuntimeError(
-                "batch_size not specified: expected a batch_size, of the buffer or in this call"
-            )
-        return int(size)
+        return size_or_default(batch_size, lambda: self.batch_size)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -177,16 +172,3 @@ class Handle(Loading[DataT], BufferHandle):
 
     def _carried(self, known: dict[int, Any]) -> Carried:
         return Carried.of(self._handed_on())
-
-
-def checked_count(name: str, value: Any) -> int:
-    """Return a checked count; None means 0.
-
-    Raises:
-        ValueError: the value is not an int of at least 0.
-    """
-    if value is None:
-        return 0
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected {name} as an int of at least 0, got {value!r}")
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -69,7 +70,6 @@ class ShardMembers:
         self._probed_at = [0.0] * len(shards)
         self._facts: list[ShardFacts | None] = [None] * len(shards)
         self._heard = [-math.inf] * len(shards)
-        self._there = [True] * len(shards)
         self._reported: dict[tuple[int, int], int] = {}  # versions of facts of dead incarnations
         weakref.finalize(self, _report_facts, supervisor, self._facts, os.getpid())
 
@@ -166,7 +166,7 @@ class ShardMembers:
         """
         shard, name = facts.shard, (facts.shard, facts.incarnation)
         with self._lock:
-            if facts.incarnation == self.shards[shard].incarnation and self._there[shard]:
+            if facts.incarnation == self.shards[shard].incarnation and self.is_there(shard):
                 known = self._facts[shard]
                 if known is None or facts.version >= known.version:
                     self._facts[shard] = facts
@@ -192,15 +192,15 @@ class ShardMembers:
 
     def is_there(self, shard: int) -> bool:
         """Return whether the shard is live, as far as the client knows."""
-        return self._there[shard]
+        return (shard, self.shards[shard].incarnation) not in self._reported
 
     def there(self) -> list[int]:
         """Return the live shards, as far as the client knows."""
-        return [shard for shard, there in enumerate(self._there) if there]
+        return list(filter(self.is_there, range(len(self.shards))))
 
     def away(self) -> list[int]:
         """Return the shards that are being restarted, as far as the client knows."""
-        return [shard for shard, there in enumerate(self._there) if not there]
+        return list(itertools.filterfalse(self.is_there, range(len(self.shards))))
 
     def incarnations(self) -> dict[int, int]:
         """Return the present incarnation of each live shard."""
@@ -240,9 +240,8 @@ class ShardMembers:
     def died(self, shard: int, incarnation: int) -> None:
         """Record the death of a shard and report it to the supervisor; do not wait."""
         with self._lock:
-            if incarnation != self.shards[shard].incarnation or not self._there[shard]:
+            if incarnation != self.shards[shard].incarnation or not self.is_there(shard):
                 return  # it is known
-            self._there[shard] = False
             known = self._facts[shard]
             self._reported[shard, incarnation] = -1 if known is None else known.version
         self.supervisor.report(shard, incarnation, known)
@@ -262,7 +261,7 @@ class ShardMembers:
         Raises:
             ShardSilent: no shard has become live until the time ``until``.
         """
-        while not any(self._there[shard] for shard in shards):
+        while not any(map(self.is_there, shards)):
             if time.monotonic() >= until:
                 who = f"shard {shards[0]}" if len(shards) == 1 else f"none of shards {shards}"
                 has = "has not" if len(shards) == 1 else "has"
@@ -285,7 +284,7 @@ class ShardMembers:
         with self._lock:
             if self.shards[shard].incarnation != incarnation:
                 return  # another thread was faster
-            self.shards[shard], self._there[shard] = found.shard, True
+            self.shards[shard] = found.shard
             self._facts[shard], self._heard[shard] = None, -math.inf
         if self.on_loss is not None:
             self.on_loss(found.loss)

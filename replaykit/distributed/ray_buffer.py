@@ -20,7 +20,8 @@ from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, actor_class, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
 from replaykit.buffer.source import Later, MemberFacts, RemoteRequest
-from replaykit.distributed.handle import Handle, checked_count
+from replaykit.declared import Count, read_value
+from replaykit.distributed.handle import Handle
 from replaykit.distributed.host import (
     TOGETHER,
     Host,
@@ -176,8 +177,8 @@ class RayReplayBufferClient(Handle[DataT]):
         super().__init__()
         self._actor, self._cls, self._devices, self._paced = actor, cls, devices, paced
         self._methods: dict[tuple[str, str | None], Any] = {}
-        self._depth = checked_count("prefetch", prefetch)
-        self._write_rows = checked_count("write_rows", write_rows)
+        self._depth = read_value(Count, prefetch or 0, "prefetch")
+        self._write_rows = read_value(Count, write_rows or 0, "write_rows")
         if not (isinstance(write_seconds, (int, float)) and write_seconds > 0):
             raise ValueError(f"expected write_seconds above 0, got {write_seconds!r}")
         self._write_seconds = write_seconds

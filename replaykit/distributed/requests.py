@@ -50,8 +50,10 @@ def fetch(ref: Any, timeout: float | None = None) -> Any:
         with allowed:
             return ray.get(ref, timeout=timeout)
     except Exception as error:
-        raise_as_local(error)
-        raise
+        local = local_error(error)
+        if local is error:
+            raise
+        raise local from error
 
 
 def running_ray() -> Any:
@@ -67,19 +69,16 @@ def running_ray() -> Any:
     return ray
 
 
-def raise_as_local(error: BaseException) -> None:
-    """Replace an error of Ray by the error that a local call would raise.
-
-    This function returns if the error is not from Ray.
-    """
+def local_error(error: Exception) -> Exception:
+    """Return the error that a local call would raise for an error of Ray; any other error as is."""
     exceptions = ray_module().exceptions
     if isinstance(error, exceptions.RayTaskError):
         cause = error.cause
-        if isinstance(cause, exceptions.RayTaskError) or not isinstance(cause, BaseException):
-            return
-        raise cause from error
+        if isinstance(cause, Exception) and not isinstance(cause, exceptions.RayTaskError):
+            return cause
     if isinstance(error, (exceptions.RayActorError, exceptions.ObjectLostError)):
-        raise ActorLost(f"the actor of this buffer has ended: {error}") from error
+        return ActorLost(f"the actor of this buffer has ended: {error}")
+    return error
 
 
 class Reply:
@@ -171,11 +170,7 @@ class Reply:
             try:
                 message = await ref
             except Exception as error:
-                try:
-                    raise_as_local(error)
-                except Exception as local:
-                    error = local
-                self._store(None, error)
+                self._store(None, local_error(error))
             else:
                 self._store(message, None)
         return self._found()

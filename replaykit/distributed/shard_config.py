@@ -296,7 +296,6 @@ class ClientSettings:
         tracked: whether writers track generations.
     """
 
-    num_shards: int
     sampler: Sampler
     batch_size: int | None
     shard_key: Any
@@ -523,6 +522,8 @@ class ByKey:
     Args:
         key: key of an integer or bool column, ``[B]`` or ``[B, k]``.
     """
+
+    dealt = 0
 
     def __init__(self, num_shards: int, key: Any) -> None:
         self.num_shards, self.key = num_shards, unravel(key)

@@ -8,9 +8,8 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.shard_config import (
     ByKey,
     ClientState,
-    InTurn,
     SavedHead,
     ShardRecipe,
     ShardsState,
@@ -153,8 +151,7 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
         _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
         if client._tickets.keeper is not None:
             client._tickets.keeper.load(head.pace, members.reports())
-        if isinstance(client._router, InTurn):
-            client._router.dealt = dealt
+        client._router.dealt = dealt
         client._drop_ahead()
         if head.generator is not None and client.generator is not None:
             client.generator.set_state(head.generator.clone())
@@ -299,7 +296,7 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
             raise RuntimeError(
                 f"shard {died.shard} died during a save or load of all shards; try again later"
             ) from None
-        yield client._router.dealt if isinstance(client._router, InTurn) else 0
+        yield client._router.dealt
     finally:
         with shielded:
             members.ask_all("thaw", token)
@@ -338,8 +335,7 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
 _BLOCK_ROWS = 8192
 
 
-@dataclass
-class _Source:
+class _Source(NamedTuple):
     """The open checkpoint of a shard, whose rows stay in the files if possible.
 
     Attributes:
@@ -348,10 +344,6 @@ class _Source:
 
     buffer: ReplayBuffer
     order: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.order)
 
 
 def load_share(
@@ -434,7 +426,7 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[np.nd
     A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
     id in the saved shard, then by shard. This is the order in which they were first assigned.
     """
-    rows = np.array([one.rows for one in opened])
+    rows = np.array([len(one.order) for one in opened])
     until = np.array([one.buffer.storage.ledger.next_position for one in opened])
     oldest = until - rows
     for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
@@ -460,7 +452,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
     load of the saved shard has cut all streams.
     """
     storage: Any = one.buffer.storage
-    for first in range(0, one.rows, _BLOCK_ROWS):
+    for first in range(0, len(one.order), _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
         columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
         column = columns[key.key].index_select(0, slots)

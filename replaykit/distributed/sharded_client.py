@@ -14,7 +14,8 @@ from replaykit.buffer.components import DataT, check_generator
 from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
-from replaykit.distributed.handle import Handle, checked_count
+from replaykit.declared import Count, read_value
+from replaykit.distributed.handle import Handle
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
 from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
@@ -137,11 +138,10 @@ class ShardedClient(Handle[DataT]):
     ) -> None:
         super().__init__()
         self._settings, self._members = settings, members
-        self._names = GlobalIndex(settings.num_shards)
+        self._names = GlobalIndex(self.num_shards)
+        key = settings.shard_key
         self._router: Router = (
-            InTurn(settings.num_shards)
-            if settings.shard_key is None
-            else ByKey(settings.num_shards, settings.shard_key)
+            InTurn(self.num_shards) if key is None else ByKey(self.num_shards, key)
         )
         self._sampler: Any = copy.deepcopy(settings.sampler)
         self._law = law_of(self._sampler)
@@ -185,7 +185,7 @@ class ShardedClient(Handle[DataT]):
     @property
     def num_shards(self) -> int:
         """The number of shards."""
-        return self._settings.num_shards
+        return len(self._members.shards)
 
     @property
     def batch_size(self) -> int | None:
@@ -404,8 +404,7 @@ class ShardedClient(Handle[DataT]):
         with deferred:
             self._writes.to_all("empty", empty_write_count)
             self._tickets.emptied(counting_on=not empty_write_count)
-            if isinstance(self._router, InTurn):
-                self._router.dealt = 0
+            self._router.dealt = 0
             self._drop_ahead()
 
     def flush(self) -> torch.Tensor:
@@ -868,7 +867,8 @@ class ShardedClient(Handle[DataT]):
         self._check_open()
         check_generator(generator)
         check_on_loss(on_loss)
-        members, prefetch = self._members.again(on_loss), checked_count("prefetch", prefetch)
+        members = self._members.again(on_loss)
+        prefetch = read_value(Count, prefetch or 0, "prefetch")
         return ShardedClient(self._settings, members, generator, prefetch)
 
     def __getstate__(self) -> dict[str, Any]:
