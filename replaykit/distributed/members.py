@@ -22,7 +22,7 @@ from replaykit.distributed.protocol import (
     ShardSilent,
     Terms,
 )
-from replaykit.distributed.requests import Reply
+from replaykit.distributed.requests import Reply, left_of
 from replaykit.distributed.shard_pacing import PaceKeeper
 from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
@@ -317,13 +317,10 @@ def check_on_loss(on_loss: object) -> None:
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
 
-_FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()
-
-
 class Tickets:
     """The factory of tickets for a client's calls. Thread-safe.
 
-    Without a rate limiter, its methods return empty contexts and no call waits.
+    Without a rate limiter, no call waits, and its methods do nothing.
 
     Attributes:
         keeper: the counter for all clients, or None without a rate limiter.
@@ -332,14 +329,15 @@ class Tickets:
     def __init__(self, members: ShardMembers) -> None:
         self._members, self.keeper = members, members.supervisor.pace
 
-    def ticket(
-        self, side: int, timeout: float | None
-    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+    def ticket(self, side: int, timeout: float | None) -> ShardTicket:
         """Return the ticket of a write or sample that waits at most ``timeout`` seconds."""
-        timeout = checked_timeout(timeout)
-        return (
-            _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)
-        )
+        return ShardTicket(self._members, self.keeper, side, checked_timeout(timeout))
+
+    def check_insert(self, count: int) -> None:
+        """Raise ValueError if so many rows are always too many for one write."""
+        refusal = None if self.keeper is None else self.keeper.limiter.never(INSERT, count, 0)
+        if self.keeper is not None and refusal is not None:
+            raise ValueError(f"{refusal}: {self.keeper.limiter!r}")
 
     def may_sample(self, count: int) -> bool:
         """Return whether a sample would not wait."""
@@ -363,16 +361,16 @@ class ShardTicket:
     of the shards that the client knows.
 
     Attributes:
-        keeper: the counter that gives the right.
+        keeper: the counter that gives the right, or None if every call has it.
         until: the time at which the call stops waiting, or None if it waits without a limit.
     """
 
     def __init__(
-        self, members: ShardMembers, keeper: PaceKeeper, side: int, timeout: float | None
+        self, members: ShardMembers, keeper: PaceKeeper | None, side: int, timeout: float | None
     ) -> None:
         self._members, self.keeper, self._side = members, keeper, side
-        self._timeout = timeout
-        self.until = None if timeout is None else time.monotonic() + timeout
+        limited = timeout is not None and keeper is not None
+        self.until = time.monotonic() + timeout if limited else None
         self._right: tuple[Any, int] | None = None
         self._sampled = 0
 
@@ -384,8 +382,9 @@ class ShardTicket:
         Args:
             timeout: seconds to wait, or None for the time that the call has left.
         """
-        if timeout is None and self.until is not None:
-            timeout = max(0.0, self.until - time.monotonic())
+        if self.keeper is None:
+            return True
+        timeout = left_of(self.until) if timeout is None else timeout
         name, at_once = self.keeper.admit(self._side, count, timeout)
         self._right = name, count
         return at_once
@@ -398,7 +397,7 @@ class ShardTicket:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._right is not None:
+        if self.keeper is not None and self._right is not None:
             name, count = self._right
             counts = self._members.reports()
             self.keeper.end(name, self._side, count, self._sampled, counts)

@@ -341,7 +341,6 @@ class PacedSample(JointReply):
     def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
         """Return the result of the call, after at most ``held_up`` seconds of delay."""
         with deferred, self._client._tickets.ticket(SAMPLE, held_up) as ticket:
-            assert ticket is not None
             ticket.admit(self._size)
             left = None if timeout is None else left_of(ticket.until)
             return self._finish(self._batch().get(left), ticket)

@@ -372,8 +372,8 @@ class ShardHolder:
         self,
         stamp: Stamp,
         slots: torch.Tensor,
-        priorities: torch.Tensor,
         generation: torch.Tensor | None,
+        priorities: torch.Tensor,
     ) -> tuple[int, ShardFacts]:
         """Set priorities; return the number of updates whose rows were overwritten."""
 

@@ -17,6 +17,7 @@ import torch
 from replaykit._compat import as_tensor, is_tensordict
 from replaykit.buffer.edit import (
     ConditionalUpdateResult,
+    Patch,
     check_tracked,
     checked_handles,
     checked_patch,
@@ -250,12 +251,11 @@ def write_rows(
     """Store rows and return their index; see ``ShardedClient.extend``."""
     client._check_open()
     with deferred, client._tickets.ticket(INSERT, timeout) as ticket:
-        client._write_queue.flush(None if ticket is None else ticket.until)
+        client._write_queue.flush(ticket.until)
         rows, priorities = _checked(client, data, single, update_priority)
         if not len(rows):
             return _NOTHING
-        if ticket is not None:
-            ticket.admit(len(rows))
+        ticket.admit(len(rows))
         return _dealt(client, rows, priorities, _agreed(client, rows))()
 
 
@@ -271,34 +271,25 @@ def send_rows(
     client._write_queue.check()  # before any row is assigned to a shard
     made: Callable[[torch.Tensor], Any] = index_of_one if single else lambda index: index
     rows, priorities = _checked(client, data, single, update_priority)
-    if not len(rows):
+    count, tickets, write_queue = len(rows), client._tickets, client._write_queue
+    if not count:
         return in_thread(client, lambda: made(_NOTHING))
-    keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
-    if keeper is None:
-        written = _dealt(client, rows, priorities, _agreed(client, rows))
-        return in_thread(client, lambda: made(written()))
-    refusal = keeper.limiter.never(INSERT, len(rows), 0)
-    if refusal is not None:
-        raise ValueError(f"{refusal}: {keeper.limiter!r}")
-    agreed = _agreed(client, rows)
-    leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
-    copied = Rows(rows.root, leaves, rows.batch)
-    given = None if priorities is None else priorities.clone()
+    tickets.check_insert(count)
+    written = _dealt(client, rows, priorities, _agreed(client, rows))
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
-            assert ticket is not None
             try:
-                ticket.admit(len(copied), 0.0)
+                ticket.admit(count, 0.0)
             except RateLimiterTimeout:
                 write_queue.held_up = True
                 try:
-                    ticket.admit(len(copied))
+                    ticket.admit(count)
                 finally:
                     write_queue.held_up = False
-            return made(_dealt(client, copied, given, agreed)())
+            return made(written())
 
-    return in_thread(client, deliver, paced=True)
+    return in_thread(client, deliver, paced=tickets.keeper is not None)
 
 
 def in_thread(
@@ -429,23 +420,42 @@ def set_priorities(
         if found is not None and len(found) != len(where):
             raise ValueError(f"expected {len(where)} {name}, got {len(found)}")
     client._sampler.check_priorities(values)
-    names, members = client._names, client._members
-    members.present()
+    client._members.present()
     # `check_stored` is valid for these incarnations only, since a successor has other rows.
-    meant = members.incarnations()
+    meant = client._members.incarnations()
     check_stored(client, where)
-    slots, chosen = names.slots(where), positions_of(client, where)
-
-    def send(shard: int, stamp: Any) -> Any:
-        mine, seen = chosen[shard], None
-        if given is not None:
-            seen = names.unstamped(given[mine], meant[shard])
-        what = (stamp, slots[mine], values[mine], seen)
-        return members.send(shard, "update", *what, only=meant[shard])
-
-    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    chosen, answers = _change_rows(client, "update", where, given, meant, values.__getitem__)
     client._dropped_updates += sum(answer[0] for answer in answers.values())
     client._dropped_updates += sum(len(chosen[shard]) for shard in chosen.keys() - answers.keys())
+
+
+def _change_rows(
+    client: ShardedClient,
+    verb: str,
+    where: torch.Tensor,
+    given: torch.Tensor | None,
+    meant: dict[int, int],
+    part_of: Callable[[torch.Tensor], Any],
+) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
+    """Send a change of rows to each incarnation in ``meant`` that has some of them.
+
+    Args:
+        where, given: indices and generations of the rows, int64 ``[K]``.
+        part_of: function that returns the change at some positions of ``where``.
+
+    Returns:
+        The positions of the rows of each shard, and the answers of shards that have not died.
+    """
+    names, members = client._names, client._members
+    slots, chosen = names.slots(where), positions_of(client, where)
+
+    def send(shard: int, stamp: Stamp) -> Sent:
+        mine, only = chosen[shard], meant[shard]
+        seen = None if given is None else names.unstamped(given[mine], only)
+        return members.send(shard, verb, stamp, slots[mine], seen, part_of(mine), only=only)
+
+    shards = [shard for shard in chosen if shard in meant]
+    return chosen, client._writes(shards, send, again=False)
 
 
 def set_sample_priorities(client: ShardedClient, data: Any) -> None:
@@ -472,7 +482,6 @@ def patch_rows(
 def _patched(
     client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
 ) -> ConditionalUpdateResult:
-    names, members = client._names, client._members
     check_tracked(client._settings.tracked)
     handles, given = checked_handles(1, index, generation)
     where = handles[:, 0]
@@ -483,21 +492,17 @@ def _patched(
             f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot "
             "move to other shards"
         )
-    meant = members.incarnations()
-    slots, chosen = names.slots(where), positions_of(client, where)
 
-    def send(shard: int, stamp: Any) -> Any:
-        mine = chosen[shard]
-        seen = names.unstamped(given[mine], meant[shard])
+    def part_of(mine: torch.Tensor) -> Patch:
         values = {
             path: value.detach().cpu().index_select(0, mine)
             for path, value in checked.values.items()
         }
         versions = None if checked.versions is None else checked.versions[mine]
-        part = checked._replace(values=values, versions=versions)
-        return members.send(shard, "patch", stamp, slots[mine], seen, part, only=meant[shard])
+        return checked._replace(values=values, versions=versions)
 
-    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    meant = client._members.incarnations()
+    chosen, answers = _change_rows(client, "patch", where, given, meant, part_of)
     found = torch.zeros(1 if checked.versions is None else 2, len(where), dtype=torch.bool)
     for shard, answer in answers.items():
         found[:, chosen[shard]] = torch.as_tensor(answer[0], dtype=torch.bool)

@@ -615,7 +615,7 @@ class ShardedClient(Handle[DataT]):
         size, merge = self._size_of(batch_size), should_merge(include_info, 4)
         with deferred, self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._is_ahead(size)
-            early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
+            early = self._admitted(ticket, size, alone=not ahead)
             if early is None:
                 self._draws.refresh(size)
                 drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
@@ -638,7 +638,7 @@ class ShardedClient(Handle[DataT]):
             alone: True if no batches of this size are prefetched.
         """
         asked = None
-        if alone and ticket.keeper.far and self._enough():
+        if alone and ticket.keeper is not None and ticket.keeper.far and self._enough():
             self._draws.refresh(size)
             asked = self._draws.begun(size)
         at_once = False
