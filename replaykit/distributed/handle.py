@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from replaykit._ray import Carried
 from replaykit.buffer.components import DataT
 from replaykit.buffer.dataloader import Loading
 from replaykit.buffer.draw import check_iterable, size_or_default
 from replaykit.buffer.source import BufferHandle
+
+
+class SampleCall(NamedTuple):
+    """The arguments of a sample; see ``Handle.sample``."""
+
+    batch_size: int | None = None
+    return_info: bool = False
+    include_info: bool | None = None
 
 
 class Handle(Loading[DataT], BufferHandle):
@@ -31,13 +39,7 @@ class Handle(Loading[DataT], BufferHandle):
         """The default number of rows in a batch."""
 
     @abstractmethod
-    def _sample(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool | None,
-        timeout: float | None,
-    ) -> Any:
+    def _sample(self, call: SampleCall, timeout: float | None) -> Any:
         """Draw a batch; see ``sample``."""
 
     @abstractmethod
@@ -118,7 +120,7 @@ class Handle(Loading[DataT], BufferHandle):
         With shards, a rate limiter adds two messages. The first message is sent in parallel with
         the messages to the shards. The call does not wait for the second message.
         """
-        return self._sample(batch_size, return_info, include_info, timeout)
+        return self._sample(SampleCall(batch_size, return_info, include_info), timeout)
 
     def __iter__(self) -> Iterator[DataT]:
         """Yield the batches of ``next`` until the sampler has no more rows.

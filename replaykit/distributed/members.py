@@ -348,6 +348,22 @@ class Tickets:
         if self.keeper is not None:
             self.keeper.end(None, INSERT, 0, 0, self._members.reports())
 
+    def stats(self) -> dict[str, Any]:
+        """Return the counts of the rate limiter."""
+        return {} if self.keeper is None else self.keeper.stats()
+
+    def state(self) -> dict[str, int] | None:
+        """Return the state of the rate limiter while no write is admitted.
+
+        The client has just received the counts of all shards.
+        """
+        return None if self.keeper is None else self.keeper.state(self._members.reports())
+
+    def load(self, state: dict[str, int] | None) -> None:
+        """Continue from a state of the rate limiter, with the rows that were loaded."""
+        if self.keeper is not None:
+            self.keeper.load(state, self._members.reports())
+
     def emptied(self, *, counting_on: bool) -> None:
         """Reset the rate limiter after all rows were removed."""
         if self.keeper is not None:

@@ -21,7 +21,7 @@ from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
 from replaykit.buffer.source import Later, MemberFacts, RemoteRequest
 from replaykit.declared import Count, read_value
-from replaykit.distributed.handle import Handle
+from replaykit.distributed.handle import Handle, SampleCall
 from replaykit.distributed.host import (
     TOGETHER,
     Host,
@@ -124,6 +124,7 @@ def _first_line(original: Any) -> str:
 
 
 _SEEDS = 2**62
+_PLAIN = SampleCall()
 
 
 @named_after
@@ -402,15 +403,9 @@ class RayReplayBufferClient(Handle[DataT]):
 
     # -- sampling -----------------------------------------------------------------------------
 
-    def _sample(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool | None,
-        timeout: float | None,
-    ) -> Any:
+    def _sample(self, call: SampleCall, timeout: float | None) -> Any:
         timeout = checked_timeout(timeout)
-        if _is_plain(batch_size, return_info, include_info):
+        if call == _PLAIN:
             if self._samples is not None:
                 self._write_queue.send()
                 return self._samples.next(timeout)
@@ -418,7 +413,7 @@ class RayReplayBufferClient(Handle[DataT]):
                 self._write_queue.send()
                 return self._request_sample().get()
         keywords = {} if timeout is None else {"timeout": timeout}
-        return self._invoke("sample", batch_size, return_info, include_info, **keywords)
+        return self._invoke("sample", *call, **keywords)
 
     def sample_async(
         self,
@@ -438,11 +433,12 @@ class RayReplayBufferClient(Handle[DataT]):
             batch = first.result()   # or: await first
         """
         self._write_queue.send()
-        if _is_plain(batch_size, return_info, include_info) and not keywords:
+        call = SampleCall(batch_size, return_info, include_info)
+        if call == _PLAIN and not keywords:
             if self._samples is not None:
                 return RemoteResult(self._samples.take())
             return RemoteResult(self._request_sample())
-        return self._request("sample", batch_size, return_info, include_info, **keywords)
+        return self._request("sample", *call, **keywords)
 
     def _request_sample(self) -> Reply:
         return Reply(self._method("sample", "sampling").remote())
@@ -509,11 +505,6 @@ class RayReplayBufferClient(Handle[DataT]):
 def _replies(refs: Any, count: int) -> list[Reply]:
     """Return the replies to a message, for which Ray returns one or more references."""
     return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
-
-
-def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | None) -> bool:
-    """Return whether a batch is requested with default arguments."""
-    return batch_size is None and not return_info and include_info is None
 
 
 _ENDING_SECONDS = 10.0

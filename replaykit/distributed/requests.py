@@ -140,13 +140,13 @@ class Reply:
             except ray_module().exceptions.GetTimeoutError:
                 raise TimeoutError(f"no answer within {timeout:g} seconds") from None
             except Exception as error:
-                self._store(None, error)
+                self.store(None, error)
             else:
-                self._store(message, None)
+                self.store(message, None)
         return self._found()
 
-    def _store(self, message: Message | bytes | None, error: Exception | None) -> None:
-        """Store the answer or error, when the first waiting caller has received it."""
+    def store(self, message: Message | bytes | None, error: Exception | None) -> None:
+        """Store the answer, or the error of sending or receiving; the first one counts."""
         with self._lock:
             if self._known:
                 return
@@ -170,14 +170,10 @@ class Reply:
             try:
                 message = await ref
             except Exception as error:
-                self._store(None, local_error(error))
+                self.store(None, local_error(error))
             else:
-                self._store(message, None)
+                self.store(message, None)
         return self._found()
-
-    def fail(self, error: Exception) -> None:
-        """Make ``get`` raise the error with which sending failed."""
-        self._store(None, error)
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""

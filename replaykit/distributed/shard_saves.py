@@ -74,7 +74,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
     try:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
-            pace = _pace(client)
+            pace = client._tickets.state()
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
@@ -149,8 +149,7 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
         schema = None if head.layout is None else Schema.from_json(head.layout)
         members.agreed = members.supervisor.replace(schema)  # first: successors ask for it
         _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
-        if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.pace, members.reports())
+        client._tickets.load(head.pace)
         client._router.dealt = dealt
         client._drop_ahead()
         if head.generator is not None and client.generator is not None:
@@ -164,7 +163,7 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
     with deferred, _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
-        pace = _pace(client)
+        pace = client._tickets.state()
     return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
 
 
@@ -178,15 +177,6 @@ def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, i
         client._generator_state(),
         None if schema is None else schema.to_json(),
     )
-
-
-def _pace(client: ShardedClient) -> dict[str, int] | None:
-    """Return the counts of the rate limiter while no write is admitted.
-
-    The client has just received the counts of all shards.
-    """
-    keeper = client._tickets.keeper
-    return None if keeper is None else keeper.state(client._members.reports())
 
 
 def load_state(client: ShardedClient, state: Any) -> None:
@@ -222,7 +212,6 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         Errors of shards are raised after all have answered.
     """
     members = client._members
-    members.present()
     members.wait_for_all()
     sent = [members.send(shard, verb, *each) for shard, each in enumerate(arguments)]
     answers: list[Any] = []

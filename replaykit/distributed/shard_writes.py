@@ -311,14 +311,15 @@ def _checked(
 
     Only ``_agreed`` can still refuse the returned rows.
     """
-    known = client._known_schema()
+    members = client._members
+    known = members.agreed if members.agreed.schema is not None else members.agree()
     try:
-        return _checked_by(client, known, data, single, update_priority)
+        return _checked_by(client, known.schema, data, single, update_priority)
     except SchemaError:
-        now = client._known_schema(again=True)
-        if known is None or (now is not None and now.root == known.root):
+        now = members.agree()
+        if now.loads == known.loads:
             raise
-    return _checked_by(client, now, data, single, update_priority)
+    return _checked_by(client, now.schema, data, single, update_priority)
 
 
 def _checked_by(
@@ -549,7 +550,6 @@ def _shards_of(members: ShardMembers, lanes: torch.Tensor) -> dict[int, torch.Te
     Raises:
         IndexError: no shard has rows of some stream.
     """
-    members.present()
     members.wait_for_all()
     answers = members.ask_all("streams", lanes)
     found = {shard: answer for shard, answer in answers.items() if answer is not None}

@@ -15,7 +15,7 @@ from replaykit.buffer.deliver import should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
 from replaykit.declared import Count, read_value
-from replaykit.distributed.handle import Handle
+from replaykit.distributed.handle import Handle, SampleCall
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
 from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
@@ -152,8 +152,8 @@ class ShardedClient(Handle[DataT]):
         self._priority_key = unravel(settings.priority_key)
         # No part refers to the client, so it ends, and reports its writes, with its last reference.
         self._draws = Draws(members, self._law, settings.max_age, generator)
-        requested = functools.partial(self._draws.several, settings.batch_size)
-        self._ahead = RequestQueue(requested, prefetch)
+        begun = functools.partial(self._draws.begun, settings.batch_size or 0)
+        self._ahead = RequestQueue(lambda count: [begun() for _ in range(count)], prefetch)
         self._dropped_updates = 0
         self._closed = False
 
@@ -169,16 +169,6 @@ class ShardedClient(Handle[DataT]):
         """
         self._check_open()
         self._write_queue.flush(held_up=False)
-
-    def _known_schema(self, *, again: bool = False) -> Schema | None:
-        """Return the schema of rows before any transform, or None if it is not known yet.
-
-        ``again``: ask for it, since another client may have loaded rows with another schema.
-        """
-        members = self._members
-        return (
-            members.agree() if again or members.agreed.schema is None else members.agreed
-        ).schema
 
     # -- description --------------------------------------------------------------------------
 
@@ -266,7 +256,7 @@ class ShardedClient(Handle[DataT]):
             ],
             "rows_lost": sum(loss.rows for loss in losses),
             "restarts": len(losses),
-            **({} if self._tickets.keeper is None else self._tickets.keeper.stats()),
+            **self._tickets.stats(),
         }
 
     def __repr__(self) -> str:
@@ -604,15 +594,9 @@ class ShardedClient(Handle[DataT]):
         self._drop_ahead()
         self._draws.given = generator
 
-    def _sample(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool | None,
-        timeout: float | None,
-    ) -> Any:
+    def _sample(self, call: SampleCall, timeout: float | None) -> Any:
         self._check_open()
-        size, merge = self._size_of(batch_size), should_merge(include_info, 4)
+        size, merge = self._size_of(call.batch_size), should_merge(call.include_info, 4)
         with deferred, self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._is_ahead(size)
             early = self._admitted(ticket, size, alone=not ahead)
@@ -621,7 +605,7 @@ class ShardedClient(Handle[DataT]):
                 drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
             else:
                 drawn = early.get()
-            return self._made(return_info, merge, size, drawn, ticket)
+            return self._made(call.return_info, merge, size, drawn, ticket)
 
     def _is_ahead(self, size: int) -> bool:
         """Return whether batches of this size are prefetched."""
