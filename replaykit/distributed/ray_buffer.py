@@ -621,8 +621,8 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
 
         Cost: one round trip with ``prefetch``, otherwise none.
         """
-        counts = {"prefetch": prefetch, "write_rows": write_rows}
-        return self._maker(**counts, write_seconds=write_seconds)()
+        given = {"prefetch": prefetch, "write_rows": write_rows, "write_seconds": write_seconds}
+        return self._maker(**given)()
 
     @property
     def is_alive(self) -> bool:
@@ -667,9 +667,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
                 _end(actor)
         check_left(*left)
 
-    def shutdown(self) -> None:
-        """Close the buffer; the same as ``close``."""
-        self.close()
+    shutdown = close
 
 
 def _ready(actor: Any, options: Mapping[str, Any]) -> Any:

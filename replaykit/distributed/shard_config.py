@@ -179,7 +179,8 @@ class Proportional(DrawLaw):
         if terms.alpha is not None:
             sampler.alpha = terms.alpha
         table = sampler._table.follow(storage)
-        return Measured(self._mass(sampler, buffer, storage, terms), _smallest(table))
+        smallest = float("inf") if table._least is None else float(table.smallest())
+        return Measured(self._mass(sampler, buffer, storage, terms), smallest)
 
     def _mass(self, sampler: Any, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> float:
         table = sampler._table.follow(storage)
@@ -243,12 +244,6 @@ def _windows_of(sampler: Any, length: int) -> Iterator[None]:
         yield
     finally:
         slicing.size = before
-
-
-def _smallest(table: Any) -> float:
-    if table._least is None:
-        return float("inf")
-    return float(table.smallest())
 
 
 LAWS: Final[dict[str, type[DrawLaw]]] = {

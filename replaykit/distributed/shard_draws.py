@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
-from replaykit.buffer.deliver import merged, shaped
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
 from replaykit.distributed.requests import JointReply, Taken, left_of
@@ -436,16 +434,3 @@ def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
     if sampler.weight_norm == "batch":
         least = float(value.min())
     return importance_weights(value, least, sampler.beta, sampler.dtype)
-
-
-def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
-    """Return a batch in the shape that the sampler requires.
-
-    ``merge``: whether to add the information about the rows to the batch.
-    """
-    if merge:
-        data = merged(data, info, 0)
-    shape = sampler.shape_of(info["index"].shape[0])
-    if shape is not None and is_tensordict(data):
-        data = shaped(data, info["index"].shape[0], shape)
-    return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss
 from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_of
 from replaykit.distributed.sharded_client import ShardedClient
-from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
+from replaykit.distributed.shards import AnySupervisor, LocalShard, RaySupervisor, Supervisor
 from replaykit.distributed.write_queue import SETTLING_S, check_left
 from replaykit.keywords import checked_keywords, one_of, whole_number
 from replaykit.pace import RateLimiter
@@ -171,7 +172,14 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             max_age=float(max_age),
             tracked=tracked,
         )
-        self._host = _host(backend, recipe, remote_config, ray_init_config, timeout, limiter)
+        self._host: AnySupervisor
+        if backend == "ray":
+            self._host = RaySupervisor.start(
+                recipe, remote_config, ray_init_config, timeout, limiter
+            )
+        else:
+            start = functools.partial(LocalShard, recipe)
+            self._host = Supervisor(num_shards, start, limiter)
         try:
             members = ShardMembers(self._host.shards, self._host, on_loss, float(timeout))
             super().__init__(settings, members, generator, prefetch)
@@ -218,20 +226,3 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             "expected a client of the sharded buffer for other processes, got the buffer that owns "
             "the shards: send buffer.client()"
         )
-
-
-def _host(
-    backend: str,
-    recipe: ShardRecipe,
-    remote: Any,
-    init: Any,
-    timeout: float,
-    limiter: RateLimiter | None,
-) -> Any:
-    if backend == "ray":
-        return RaySupervisor.start(recipe, remote, init, timeout, limiter)
-
-    def start(shard: int, incarnation: int) -> LocalShard:
-        return LocalShard(recipe, shard, incarnation)
-
-    return Supervisor(recipe.num_shards, start, limiter)

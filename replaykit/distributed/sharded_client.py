@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from replaykit._compat import is_tensordict
 from replaykit.buffer.components import DataT, check_generator
-from replaykit.buffer.deliver import should_merge
+from replaykit.buffer.deliver import merged, shaped, should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
 from replaykit.declared import Count, read_value
@@ -28,7 +29,7 @@ from replaykit.distributed.shard_config import (
     law_of,
     rows_by,
 )
-from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
+from replaykit.distributed.shard_draws import Draws, PacedSample, Pending
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
     Sender,
@@ -704,7 +705,11 @@ class ShardedClient(Handle[DataT]):
     ) -> Any:
         data, info = drawn
         count = len(info["index"])
-        data = finished(data, info, self._sampler, merge=merge)
+        if merge:
+            data = merged(data, info, 0)
+        shape = self._sampler.shape_of(count)
+        if shape is not None and is_tensordict(data):
+            data = shaped(data, count, shape)
         if ticket is not None:
             ticket.sampled(min(size, count))
         return (data, info) if return_info else data

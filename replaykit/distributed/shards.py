@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import operator
 import threading
@@ -290,14 +291,10 @@ class SupervisorActor:
 
     async def start(self) -> list[RayShard]:
         """Start all shards and return them."""
-
-        def start(shard: int, incarnation: int) -> RayShard:
-            return RayShard.start(self._recipe, self._config, shard, incarnation)
-
-        def supervise() -> Supervisor:
-            return Supervisor(self._recipe.num_shards, start, self._limiter, far=True)
-
-        self._supervisor = await self._in_thread(supervise)
+        start = functools.partial(RayShard.start, self._recipe, self._config)
+        make = functools.partial(Supervisor, far=True)
+        count = self._recipe.num_shards
+        self._supervisor = await self._in_thread(make, count, start, self._limiter)
         if self._supervisor.pace is not None:
             self._desk = ActorPace(self._supervisor.pace, self._in_thread)
         return list(self._supervisor.shards)

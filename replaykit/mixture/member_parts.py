@@ -47,8 +47,6 @@ def chosen(index: Any, count: int, what: str) -> int | list[int]:
         raise TypeError(
             f"expected an int, slice, list or tensor of ints as the index of {what}, got {index!r}"
         )
-    if isinstance(index, (int, np.integer)):
-        return _member(int(index), count, what)
     numbers = index.cpu() if isinstance(index, torch.Tensor) else index
     array = np.asarray(numbers)
     if array.ndim > 1:
