@@ -12,7 +12,7 @@ import torch
 from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.source import BufferSource, Readiness
-from replaykit.declared import Count, Positive, read_value
+from replaykit.declared import Count, Positive, read_value, require_kind
 from replaykit.errors import NotEnoughData, NotReady
 from replaykit.keywords import one_of
 from replaykit.mixture.member_parts import (
@@ -573,11 +573,9 @@ class SamplerEnsemble(Sampler):
         self.check_own_state(state_dict)
         for number, sampler in enumerate(self.samplers):
             state = state_dict[str(number)]
-            if isinstance(state, dict) and "_kind" in state and state["_kind"] != sampler.kind:
-                raise ValueError(
-                    f"member {number}: expected the state of a {sampler.kind!r} sampler, got "
-                    f"{state['_kind']!r}"
-                )
+            if isinstance(state, dict) and "_kind" in state:
+                with member_named(number):
+                    require_kind(state, sampler.kind, "sampler")
         for number, sampler in enumerate(self.samplers):
             sampler.load_state_dict(state_dict[str(number)])
         self.load_own_state(state_dict)

@@ -25,6 +25,7 @@ from replaykit.checkpoint import (
     save_snapshot,
 )
 from replaykit.checkpoint.checkpoint_format import MANIFEST
+from replaykit.checkpoint.checkpoint_writer import exclusive
 from replaykit.declared import Count, decode_state, matching, read_value
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
@@ -372,11 +373,9 @@ def saved_remote(mixture: Mixture, path: str | os.PathLike[str]) -> Iterator[dic
     if not far:
         yield None
         return
-    from filelock import FileLock  # imported here, because it loads asyncio
-
     folder = Path(path).expanduser().absolute()
     make_directory(folder)
-    with FileLock(folder / _LOCK):
+    with exclusive(folder / _LOCK):
         token = uuid.uuid4().hex
         own = folder / REMOTE_PART / token
         try:
