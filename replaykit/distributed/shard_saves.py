@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,26 @@ def _save(client: ShardedClient, folder: Path) -> None:
             remove_tree(other)
 
 
+class _PartlyLoaded(RuntimeError):
+    """Raised when a shard has died after others had replaced their rows."""
+
+
+def _once_more(load: Callable[..., None]) -> Callable[..., None]:
+    """Repeat a load after the death of a shard in its last step, or the others would differ."""
+
+    @functools.wraps(load)
+    def loading(*args: Any) -> None:
+        with deferred:
+            try:
+                load(*args)
+            except _PartlyLoaded:
+                with shielded:
+                    load(*args)
+
+    return loading
+
+
+@_once_more
 def load_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint; see ``ShardedClient.loads``."""
     folder = Path(path).expanduser().absolute()
@@ -127,7 +148,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
             "left out",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -148,7 +169,10 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
     with _held(client, token), shielded:  # Ctrl-C waits until all shards have changed
         schema = None if head.layout is None else Schema.from_json(head.layout)
         members.agreed = members.supervisor.replace(schema)  # first: successors ask for it
-        _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
+        try:
+            _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
+        except RuntimeError as error:
+            raise _PartlyLoaded(f"{error}; the other shards have loaded; load again") from error
         client._tickets.load(head.pace)
         client._router.dealt = dealt
         client._drop_ahead()
@@ -179,6 +203,7 @@ def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, i
     )
 
 
+@_once_more
 def load_state(client: ShardedClient, state: Any) -> None:
     """Load a dictionary; see ``ShardedClient.load_state_dict``."""
     found = decode_state(ShardsState, state, "the state of a sharded buffer")
@@ -220,9 +245,8 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         try:
             answers.append(_patiently(client, shard, reply))
         except ShardDied:
-            loaded = "the other shards have loaded their rows; load again"
-            outcome = loaded if verb == "commit_load" else "nothing has been published"
-            failed = RuntimeError(f"shard {shard} died while all were saved or loaded; {outcome}")
+            outcome = "" if verb == "commit_load" else "; nothing has been published"
+            failed = RuntimeError(f"shard {shard} died while all were saved or loaded{outcome}")
         except Exception as error:
             failed = error
     if failed is not None:

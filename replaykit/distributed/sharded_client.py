@@ -791,6 +791,8 @@ class ShardedClient(Handle[DataT]):
             CheckpointError: the checkpoint is damaged.
             ValueError: keys, the kind of sampler or the ``shard_key`` differ.
             After any of these errors, nothing has changed.
+            RuntimeError: shards died in the last step, and again in a second try. The other shards
+                have loaded their rows; load again.
         """
         self._before_a_write()
         load_all(self, path)

@@ -27,6 +27,7 @@ from replaykit.distributed.protocol import BarrierBusy, pack, unpack
 from replaykit.distributed.requests import Reply
 from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
+from replaykit.distributed.shards import LocalShard
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError, SchemaError
 from replaykit.sharding import ShardSilent
@@ -432,23 +433,34 @@ def test_a_write_that_was_lost_is_waited_for_once(
     refuses(RuntimeError, "died during a save", rb.dumps, tmp_path)
 
 
-def test_a_death_in_the_last_step_of_a_load_says_that_others_have_loaded(
-    sharded: Any, tmp_path: Path
+@pytest.mark.parametrize("way", ["files", "state"])
+def test_load_is_repeated_once_if_a_shard_dies_in_its_last_step(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     rb = sharded(2, on_loss=lambda loss: None)
     rb.extend(numbered(0, 4))
     rb.dumps(tmp_path)
-    shard = rb._members.shards[1]
-    call = shard.call
+    state = rb.state_dict()
+    load = (
+        functools.partial(rb.loads, tmp_path)
+        if way == "files"
+        else functools.partial(rb.load_state_dict, state)
+    )
+    call, deaths = LocalShard.call, [1]
 
-    def deadly(verb: str, *args: Any) -> Any:
-        if verb == last:
+    def deadly(shard: LocalShard, verb: str, *args: Any) -> Any:
+        if verb == "commit_load" and shard.shard == 1 and deaths[0]:
+            deaths[0] -= 1
             shard.kill()
-        return call(verb, *args)
+        return call(shard, verb, *args)
 
-    shard.call, last = deadly, "commit_load"
-    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", rb.loads, tmp_path)
-    rb.loads(tmp_path)
+    monkeypatch.setattr(LocalShard, "call", deadly)
+    rb.extend(numbered(4, 4))
+    load()
+    assert sorted(rb[:]["x"].tolist()) == [0, 1, 2, 3]
+    deaths[0] = 2
+    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", load)
+    load()
     assert len(rb) == 4
 
 
