@@ -385,8 +385,9 @@ class ShardTicket:
         self, members: ShardMembers, keeper: PaceKeeper | None, side: int, timeout: float | None
     ) -> None:
         self._members, self.keeper, self._side = members, keeper, side
-        limited = timeout is not None and keeper is not None
-        self.until = time.monotonic() + timeout if limited else None
+        self.until: float | None = None
+        if timeout is not None and keeper is not None:
+            self.until = time.monotonic() + timeout
         self._right: tuple[Any, int] | None = None
         self._sampled = 0
 

@@ -18,7 +18,7 @@ from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss
 from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_of
 from replaykit.distributed.sharded_client import ShardedClient
-from replaykit.distributed.shards import AnySupervisor, LocalShard, RaySupervisor, Supervisor
+from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.distributed.write_queue import SETTLING_S, check_left
 from replaykit.keywords import checked_keywords, one_of, whole_number
 from replaykit.pace import RateLimiter
@@ -172,7 +172,7 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             max_age=float(max_age),
             tracked=tracked,
         )
-        self._host: AnySupervisor
+        self._host: Any
         if backend == "ray":
             self._host = RaySupervisor.start(
                 recipe, remote_config, ray_init_config, timeout, limiter
