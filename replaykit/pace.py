@@ -233,7 +233,7 @@ class RateLimiter:
 
 
 def checked_timeout(timeout: object) -> float | None:
-    """Return a timeout in seconds; None means no limit.
+    """Return a timeout in seconds; None means no limit, as for longer ones than threads can wait.
 
     Raises:
         TypeError: the timeout is not a number.
@@ -244,7 +244,7 @@ def checked_timeout(timeout: object) -> float | None:
     seconds = as_number("timeout", timeout)
     if not seconds >= 0:
         raise ValueError(f"expected a timeout of at least 0 seconds, got {timeout!r}")
-    return None if seconds == math.inf else seconds
+    return None if seconds > threading.TIMEOUT_MAX else seconds
 
 
 _WAITED, _PROCESSES, _BEFORE, _HEAD = 2, 4, 5, 8

@@ -42,11 +42,22 @@ def size_of(buffer: ReplayBuffer, batch_size: int | None) -> int:
         buffer._ready()
     if buffer._closed:
         raise RuntimeError("this buffer was shut down")
+    return size_or_default(batch_size, lambda: buffer._batch_size)
+
+
+def size_or_default(batch_size: Any, default: Callable[[], int | None]) -> int:
+    """Return a checked batch size, or the result of ``default`` for None.
+
+    Raises:
+        RuntimeError: both are None.
+        ValueError: the batch size is not an int of at least 1.
+    """
     if batch_size is not None:
         return checked_batch_size(batch_size)
-    if buffer._batch_size is None:
+    size = default()
+    if size is None:
         raise RuntimeError("batch_size not specified: give it to the constructor or to sample()")
-    return buffer._batch_size
+    return size
 
 
 def check_iterable(batch_size: int | None) -> None:

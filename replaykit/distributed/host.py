@@ -189,11 +189,6 @@ class Host:
         return pack(getattr(self._buffer, "_rate_limiter", None) is not None)
 
     @_answering
-    def apply(self, function: Callable[..., Any], *args: Any) -> Message:
-        """Return ``function(buffer, *args)``, for a function that can be imported."""
-        return self._packed(function(self._buffer, *args))
-
-    @_answering
     def ask(self, name: str, args: Message) -> Message:
         """Return the result of a method of the held object, as `RayShard` requests it."""
         if self._failure is not None:
@@ -234,7 +229,8 @@ class Host:
             method = getattr(self._buffer, name)
         else:
             method = functools.partial(unpack(name, own=True, devices=self._devices), self._buffer)
-        return self._packed(method(*positional, **named))
+        result = method(*positional, **named)
+        return pack(ITSELF if result is self._buffer else result)
 
     @_answering
     def step(self, client: str, number: int, ahead: bool = False) -> Message:
@@ -280,31 +276,32 @@ class Host:
         return pack(self._outcomes(counts, data))
 
     def _outcomes(self, counts: list[int], data: Any) -> list[tuple[bool, Any]]:
-        whole = self._together(counts, data) if len(counts) > 1 else None
-        if whole is not None:
-            return whole
+        try:
+            index = self._together(data) if len(counts) > 1 else None
+        except Exception as error:  # it is unknown which rows are stored
+            return [(False, _travelling(error))] * len(counts)
         outcomes: list[tuple[bool, Any]] = []
         start = 0
         for count in counts:
-            stop = start + max(count, 1)
+            rows = slice(start, start + count) if count else start
+            start += max(count, 1)
             try:
-                if count:
-                    outcomes.append((True, self._buffer.extend(self._own(data[start:stop]))))
+                if index is not None:
+                    outcomes.append((True, index[rows] if count else int(index[rows])))
                 else:
-                    outcomes.append((True, self._buffer.add(self._own(data[start]))))
+                    write = self._buffer.extend if count else self._buffer.add
+                    outcomes.append((True, write(self._own(data[rows]))))
             except Exception as error:
                 outcomes.append((False, _travelling(error)))
-            start = stop
         return outcomes
 
-    def _together(self, counts: list[int], data: Any) -> list[tuple[bool, Any]] | None:
-        """Make all calls as one write; return the outcomes.
+    def _together(self, data: Any) -> torch.Tensor | None:
+        """Make all calls as one write; return the index.
 
         The result is None if a common write might behave differently from single calls, or if it
         was refused. A refused write has changed nothing. The caller then makes single calls to find
         the call that is refused. The common write does not wait for a rate limiter. The limiter
-        might never admit so many rows at once, although it admits each single call. After any other
-        error it is unknown which rows are stored. Nothing is written again then.
+        might never admit so many rows at once, although it admits each single call.
         """
         buffer = self._buffer
         if (
@@ -319,18 +316,10 @@ class Host:
         ):
             return None
         try:
-            index = buffer.extend(data, timeout=0)
+            index: torch.Tensor = buffer.extend(data, timeout=0)
         except _REFUSALS:
             return None
-        except Exception as error:
-            return [(False, _travelling(error))] * len(counts)
-        outcomes: list[tuple[bool, Any]] = []
-        start = 0
-        for count in counts:
-            stop = start + max(count, 1)
-            outcomes.append((True, index[start:stop] if count else int(index[start])))
-            start = stop
-        return outcomes
+        return index
 
     def _copies(self) -> bool:
         """Return whether the storage copies rows.
@@ -343,6 +332,3 @@ class Host:
     def _own(self, rows: Any) -> Any:
         """Return rows that the storage may keep, copied if necessary."""
         return rows if self._copies() else rows.clone()
-
-    def _packed(self, result: Any) -> Message:
-        return pack(ITSELF if result is self._buffer else result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from replaykit.distributed.protocol import (
+    Agreement,
     ShardDied,
     ShardFacts,
     ShardLoss,
@@ -20,12 +22,14 @@ from replaykit.distributed.protocol import (
     ShardSilent,
     Terms,
 )
-from replaykit.distributed.requests import Reply
+from replaykit.distributed.requests import Reply, left_of
 from replaykit.distributed.shard_pacing import PaceKeeper
 from replaykit.distributed.shards import AnySupervisor, Shard
 from replaykit.errors import ActorLost
 from replaykit.interrupts import check
 from replaykit.pace import INSERT, SAMPLE, checked_timeout
+from replaykit.schema import Schema
+from replaykit.structure import Node
 
 Sent: TypeAlias = tuple[int, Reply]
 """A message under way: the incarnation of the shard, and the future answer."""
@@ -49,6 +53,7 @@ class ShardMembers:
 
     Attributes:
         shards: the present shards. A dead shard stays until its successor is known.
+        agreed: the schema of rows that the client knows, of the first or a later load.
     """
 
     def __init__(
@@ -60,11 +65,11 @@ class ShardMembers:
     ) -> None:
         self.supervisor, self.on_loss, self.timeout = supervisor, on_loss, timeout
         self.shards = list(shards)
+        self.agreed = Agreement(0, None)
         self._lock = threading.Lock()
         self._probed_at = [0.0] * len(shards)
         self._facts: list[ShardFacts | None] = [None] * len(shards)
         self._heard = [-math.inf] * len(shards)
-        self._there = [True] * len(shards)
         self._reported: dict[tuple[int, int], int] = {}  # versions of facts of dead incarnations
         weakref.finalize(self, _report_facts, supervisor, self._facts, os.getpid())
 
@@ -126,6 +131,17 @@ class ShardMembers:
                 answers[shard] = self.receive(shard, sent, within)
         return answers
 
+    def agree(self, root: Node | None = None) -> Agreement:
+        """Ask for the schema of all clients; with ``root``, agree on it if there is none.
+
+        Raises:
+            SchemaError: the clients have agreed on another schema than ``root``.
+        """
+        self.agreed = agreed = self.supervisor.agree(None if root is None else Schema(root))
+        if root is not None and agreed.schema is not None:
+            agreed.schema.check(root)
+        return agreed
+
     # -- facts --------------------------------------------------------------------------------
 
     def refresh(self, terms: Terms | None, max_age: float, within: float | None = None) -> None:
@@ -150,7 +166,7 @@ class ShardMembers:
         """
         shard, name = facts.shard, (facts.shard, facts.incarnation)
         with self._lock:
-            if facts.incarnation == self.shards[shard].incarnation and self._there[shard]:
+            if facts.incarnation == self.shards[shard].incarnation and self.is_there(shard):
                 known = self._facts[shard]
                 if known is None or facts.version >= known.version:
                     self._facts[shard] = facts
@@ -176,15 +192,15 @@ class ShardMembers:
 
     def is_there(self, shard: int) -> bool:
         """Return whether the shard is live, as far as the client knows."""
-        return self._there[shard]
+        return (shard, self.shards[shard].incarnation) not in self._reported
 
     def there(self) -> list[int]:
         """Return the live shards, as far as the client knows."""
-        return [shard for shard, there in enumerate(self._there) if there]
+        return list(filter(self.is_there, range(len(self.shards))))
 
     def away(self) -> list[int]:
         """Return the shards that are being restarted, as far as the client knows."""
-        return [shard for shard, there in enumerate(self._there) if not there]
+        return list(itertools.filterfalse(self.is_there, range(len(self.shards))))
 
     def incarnations(self) -> dict[int, int]:
         """Return the present incarnation of each live shard."""
@@ -224,9 +240,8 @@ class ShardMembers:
     def died(self, shard: int, incarnation: int) -> None:
         """Record the death of a shard and report it to the supervisor; do not wait."""
         with self._lock:
-            if incarnation != self.shards[shard].incarnation or not self._there[shard]:
+            if incarnation != self.shards[shard].incarnation or not self.is_there(shard):
                 return  # it is known
-            self._there[shard] = False
             known = self._facts[shard]
             self._reported[shard, incarnation] = -1 if known is None else known.version
         self.supervisor.report(shard, incarnation, known)
@@ -246,7 +261,7 @@ class ShardMembers:
         Raises:
             ShardSilent: no shard has become live until the time ``until``.
         """
-        while not any(self._there[shard] for shard in shards):
+        while not any(map(self.is_there, shards)):
             if time.monotonic() >= until:
                 who = f"shard {shards[0]}" if len(shards) == 1 else f"none of shards {shards}"
                 has = "has not" if len(shards) == 1 else "has"
@@ -269,7 +284,7 @@ class ShardMembers:
         with self._lock:
             if self.shards[shard].incarnation != incarnation:
                 return  # another thread was faster
-            self.shards[shard], self._there[shard] = found.shard, True
+            self.shards[shard] = found.shard
             self._facts[shard], self._heard[shard] = None, -math.inf
         if self.on_loss is not None:
             self.on_loss(found.loss)
@@ -302,13 +317,10 @@ def check_on_loss(on_loss: object) -> None:
         raise TypeError(f"expected on_loss as a function of a ShardLoss, got {on_loss!r}")
 
 
-_FREE: contextlib.AbstractContextManager[ShardTicket | None] = contextlib.nullcontext()
-
-
 class Tickets:
     """The factory of tickets for a client's calls. Thread-safe.
 
-    Without a rate limiter, its methods return empty contexts and no call waits.
+    Without a rate limiter, no call waits, and its methods do nothing.
 
     Attributes:
         keeper: the counter for all clients, or None without a rate limiter.
@@ -317,14 +329,15 @@ class Tickets:
     def __init__(self, members: ShardMembers) -> None:
         self._members, self.keeper = members, members.supervisor.pace
 
-    def ticket(
-        self, side: int, timeout: float | None
-    ) -> contextlib.AbstractContextManager[ShardTicket | None]:
+    def ticket(self, side: int, timeout: float | None) -> ShardTicket:
         """Return the ticket of a write or sample that waits at most ``timeout`` seconds."""
-        timeout = checked_timeout(timeout)
-        return (
-            _FREE if self.keeper is None else ShardTicket(self._members, self.keeper, side, timeout)
-        )
+        return ShardTicket(self._members, self.keeper, side, checked_timeout(timeout))
+
+    def check_insert(self, count: int) -> None:
+        """Raise ValueError if so many rows are always too many for one write."""
+        refusal = None if self.keeper is None else self.keeper.limiter.never(INSERT, count, 0)
+        if self.keeper is not None and refusal is not None:
+            raise ValueError(f"{refusal}: {self.keeper.limiter!r}")
 
     def may_sample(self, count: int) -> bool:
         """Return whether a sample would not wait."""
@@ -334,6 +347,22 @@ class Tickets:
         """Make the rate limiter count rows that were stored without a ticket."""
         if self.keeper is not None:
             self.keeper.end(None, INSERT, 0, 0, self._members.reports())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts of the rate limiter."""
+        return {} if self.keeper is None else self.keeper.stats()
+
+    def state(self) -> dict[str, int] | None:
+        """Return the state of the rate limiter while no write is admitted.
+
+        The client has just received the counts of all shards.
+        """
+        return None if self.keeper is None else self.keeper.state(self._members.reports())
+
+    def load(self, state: dict[str, int] | None) -> None:
+        """Continue from a state of the rate limiter, with the rows that were loaded."""
+        if self.keeper is not None:
+            self.keeper.load(state, self._members.reports())
 
     def emptied(self, *, counting_on: bool) -> None:
         """Reset the rate limiter after all rows were removed."""
@@ -348,16 +377,17 @@ class ShardTicket:
     of the shards that the client knows.
 
     Attributes:
-        keeper: the counter that gives the right.
+        keeper: the counter that gives the right, or None if every call has it.
         until: the time at which the call stops waiting, or None if it waits without a limit.
     """
 
     def __init__(
-        self, members: ShardMembers, keeper: PaceKeeper, side: int, timeout: float | None
+        self, members: ShardMembers, keeper: PaceKeeper | None, side: int, timeout: float | None
     ) -> None:
         self._members, self.keeper, self._side = members, keeper, side
-        self._timeout = timeout
-        self.until = None if timeout is None else time.monotonic() + timeout
+        self.until: float | None = None
+        if timeout is not None and keeper is not None:
+            self.until = time.monotonic() + timeout
         self._right: tuple[Any, int] | None = None
         self._sampled = 0
 
@@ -369,8 +399,9 @@ class ShardTicket:
         Args:
             timeout: seconds to wait, or None for the time that the call has left.
         """
-        if timeout is None and self.until is not None:
-            timeout = max(0.0, self.until - time.monotonic())
+        if self.keeper is None:
+            return True
+        timeout = left_of(self.until) if timeout is None else timeout
         name, at_once = self.keeper.admit(self._side, count, timeout)
         self._right = name, count
         return at_once
@@ -383,7 +414,7 @@ class ShardTicket:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._right is not None:
+        if self.keeper is not None and self._right is not None:
             name, count = self._right
             counts = self._members.reports()
             self.keeper.end(name, self._side, count, self._sampled, counts)

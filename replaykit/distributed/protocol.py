@@ -16,6 +16,7 @@ from tensordict import is_tensorclass
 
 from replaykit._compat import TensorDict, fields_of, fresh_strided, has_names, new_tensordict
 from replaykit.errors import SchemaError
+from replaykit.schema import Schema
 from replaykit.structure import Node, Path, build, flatten
 from replaykit.transfer import bytes_of, is_plain
 
@@ -42,11 +43,27 @@ class BarrierBusy(RuntimeError):
     """Raised when another client is saving or loading all shards."""
 
 
+class SchemaReplaced(RuntimeError):
+    """Raised when a write was checked against the schema before the last load."""
+
+
 class ShardLossWarning(UserWarning):
     """Warns that rows were lost with a shard that died.
 
     The text is ``str`` of a `ShardLoss`.
     """
+
+
+class Agreement(NamedTuple):
+    """The schema of rows before any transform, on which all clients have agreed.
+
+    Attributes:
+        loads: number of loads before the agreement.
+        schema: the schema, or None if no row was written since.
+    """
+
+    loads: int
+    schema: Schema | None
 
 
 class Terms(NamedTuple):
@@ -77,7 +94,8 @@ class ShardFacts:
         smallest: the smallest positive ``v`` of a stored row. It is infinite without priorities.
         most: the largest raw priority ever set, at least 1. It is the default priority of new rows.
         version: a number that grows with every change of the shard.
-        loads: number of loads that replaced all rows. Loaded rows count as written.
+        loads: number of loads that replaced all rows, before restarts too. Loaded rows count as
+            written.
         shard, incarnation: the numbers of the shard and of its incarnation.
     """
 

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
+import torch
+from tensordict import is_tensorclass
 from typing_extensions import Self
 
+from replaykit._compat import is_tensordict
 from replaykit._ray import DEFAULT_REMOTE_CLASS_CONFIG, actor_class, start_ray
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.components import DataT
-from replaykit.distributed.handle import RESTARTING, Forwarding, checked_count, forwarding
-from replaykit.distributed.host import TOGETHER, Host, check_ahead
-from replaykit.distributed.protocol import Message
+from replaykit.buffer.source import Later, MemberFacts, RemoteRequest
+from replaykit.declared import Count, read_value
+from replaykit.distributed.handle import Handle, SampleCall
+from replaykit.distributed.host import (
+    TOGETHER,
+    Host,
+    check_ahead,
+    check_loader,
+    check_rows,
+    draw_seeded,
+    member_facts,
+    part_and_facts,
+    readiness,
+)
+from replaykit.distributed.protocol import ITSELF, Message, pack
 from replaykit.distributed.requests import (
     RemoteResult,
     Reply,
@@ -29,11 +45,91 @@ from replaykit.distributed.write_queue import SETTLING_S, WriteQueue, check_left
 from replaykit.errors import ActorLost, RateLimiterTimeout
 from replaykit.keywords import named_after
 from replaykit.pace import checked_timeout
+from replaykit.storages.save_hooks import check_no_checkpointer
+from replaykit.transfer import to_device
+
+_LIFECYCLE = ("client", "close", "is_alive", "shutdown", "start")
+_LOCAL = {
+    "episodes": "use it in the actor, as in rb.run(lambda buffer: buffer.episodes.lengths)",
+}
+_RESTARTING = frozenset(
+    {
+        "append_transform",
+        "drain",
+        "empty",
+        "insert_transform",
+        "load",
+        "load_state_dict",
+        "loads",
+        "resize",
+        "set_rng",
+        "set_sampler",
+        "set_storage",
+        "set_writer",
+    }
+)
+"""The methods that make requested batches obsolete.
+
+The handle drops its batches under way when it calls one of these.
+"""
+
+_WAITING = {
+    "add": "writing",
+    "cut": "writing",
+    "extend": "writing",
+    "flush": "writing",
+    "sample": "sampling",
+    "take": "sampling",
+}
+"""The thread group of each method that may wait, for a rate limiter or for rows.
+
+Methods that must stay in order with such methods also have a group.
+"""
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _forwarding(cls: _Class) -> _Class:
+    """Give a class of handles the public methods and properties of a buffer that it lacks."""
+    for name in dir(ReplayBuffer):
+        if name.startswith("_") or name in _LIFECYCLE or name in _LOCAL or hasattr(cls, name):
+            continue
+        original = inspect.getattr_static(ReplayBuffer, name)
+        if isinstance(original, property):
+            setattr(cls, name, _forwarded_property(name))
+        elif inspect.isfunction(original):
+            setattr(cls, name, _forwarded(name, original))
+    return cls
+
+
+def _forwarded(name: str, original: Any) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **keywords: Any) -> Any:
+        return self._invoke(name, *args, **keywords)
+
+    functools.update_wrapper(method, original)
+    method.__doc__ = f"{_first_line(original)} Like ``ReplayBuffer.{name}``, but in the actor."
+    return method
+
+
+def _forwarded_property(name: str) -> property:
+    return property(
+        lambda self: self.run(getattr, name),
+        doc=f"{_first_line(getattr(ReplayBuffer, name))} An object is returned as a copy.",
+    )
+
+
+def _first_line(original: Any) -> str:
+    return (original.__doc__ or "").strip().split("\n\n")[0].replace("\n        ", " ")
+
+
+_SEEDS = 2**62
+_PLAIN = SampleCall()
 
 
 @named_after
-@forwarding
-class RayReplayBufferClient(Forwarding[DataT]):
+@_forwarding
+class RayReplayBufferClient(Handle[DataT]):
     """A handle of a buffer in a Ray actor.
 
     A handle has the methods of the buffer and raises its errors. ``RayReplayBuffer.client()`` makes
@@ -79,9 +175,11 @@ class RayReplayBufferClient(Forwarding[DataT]):
         write_seconds: float = 0.05,
         checked: bool = False,
     ) -> None:
-        super().__init__(actor, cls, devices=devices, paced=paced)
-        self._depth = checked_count("prefetch", prefetch)
-        self._write_rows = checked_count("write_rows", write_rows)
+        super().__init__()
+        self._actor, self._cls, self._devices, self._paced = actor, cls, devices, paced
+        self._methods: dict[tuple[str, str | None], Any] = {}
+        self._depth = read_value(Count, prefetch or 0, "prefetch")
+        self._write_rows = read_value(Count, write_rows or 0, "write_rows")
         if not (isinstance(write_seconds, (int, float)) and write_seconds > 0):
             raise ValueError(f"expected write_seconds above 0, got {write_seconds!r}")
         self._write_seconds = write_seconds
@@ -100,7 +198,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
         self._passing = threading.Lock()
         self._begin_pass(0)
         if self._depth and not checked:
-            self._apply(check_ahead).result()
+            self.run(check_ahead)
 
     def _maker(self, **options: Any) -> Callable[[], RayReplayBufferClient[DataT]]:
         """Return a function that makes another handle of the actor."""
@@ -122,15 +220,126 @@ class RayReplayBufferClient(Forwarding[DataT]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._cls.__name__})"
 
+    # -- calls --------------------------------------------------------------------------------
+
+    def _live(self) -> Any:
+        actor = self._actor
+        if actor is None:
+            raise RuntimeError("this buffer was closed")
+        running_ray()
+        return actor
+
+    def _method(self, name: str, threads: str | None, results: int = 1) -> Any:
+        """Return the actor method of that name with its options, from a cache."""
+        actor = self._live()
+        found = self._methods.get((name, threads))
+        if found is None:
+            options: dict[str, Any] = {"num_returns": results} if results > 1 else {}
+            if threads and self._paced:
+                options["concurrency_group"] = threads
+            found = getattr(actor, name)
+            found = self._methods[name, threads] = found.options(**options) if options else found
+        return found
+
+    def _send(self, name: str | Message, args: Sequence[Any], keywords: Mapping[str, Any]) -> Reply:
+        """Send a call of a method of the buffer, or of a packed function; do not wait."""
+        packed = [self._packed(arg) for arg in args]
+        named = {key: self._packed(value) for key, value in keywords.items()}
+        threads = _WAITING.get(name) if isinstance(name, str) else None
+        return Reply(self._method("call", threads).remote(name, packed, named))
+
+    def _packed(self, value: Any) -> Message:
+        if not self._devices and (
+            isinstance(value, torch.Tensor) or is_tensordict(value) or is_tensorclass(value)
+        ):
+            device = value.device
+            if device is not None and device.type != "cpu":
+                value = to_device(value, "cpu")
+        return pack(value)
+
+    def _request(self, function: Any, /, *args: Any, **keywords: Any) -> RemoteResult:
+        """Request a call of a method or of ``function(buffer, ...)``, after pending writes."""
+        if isinstance(function, str):
+            self._before(function)
+            return RemoteResult(self._send(function, args, keywords), self._own)
+        self._before("run")
+        return RemoteResult(self._send(pack(function), args, keywords), self._own)
+
+    def _invoke(self, name: str, /, *args: Any, **keywords: Any) -> Any:
+        return self._request(name, *args, **keywords).result()
+
+    def _own(self, result: Any) -> Any:
+        return self if result is ITSELF else result
+
     def _before(self, name: str) -> None:
         self._write_queue.send()
-        if name in RESTARTING:
+        if name in _RESTARTING:
             self._drop_ahead()
 
     def _drop_ahead(self) -> None:
         if self._samples is not None:
             self._samples.drop()
         self._steps.drop()
+
+    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Call ``function(buffer, *args, **keywords)`` in the actor; return its result.
+
+        Use this method to combine several calls, or to read from objects that cannot be sent. For
+        example, call ``rb.run(lambda buffer: buffer.episodes.lengths)``. All other calls wait until
+        the function has returned.
+        """
+        return self._request(function, *args, **keywords).result()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return another attribute of the buffer, for example ``data_path`` of a data set."""
+        if name.startswith("_") or name in _LIFECYCLE:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if name in _LOCAL:
+            raise AttributeError(f"{name!r} cannot be sent: {_LOCAL[name]}")
+        found = inspect.getattr_static(self._cls, name, None)
+        if callable(found) or isinstance(found, (classmethod, staticmethod)):
+            return functools.partial(self._invoke, name)
+        return self.run(getattr, name)
+
+    # -- methods and properties of the buffer -------------------------------------------------
+
+    batch_size = _forwarded_property("batch_size")
+    sampler = _forwarded_property("sampler")
+
+    def __len__(self) -> int:
+        return int(self._invoke("__len__"))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._invoke("__setitem__", index, value)
+
+    def _read_rows(self, index: Any) -> Any:
+        return self._invoke("__getitem__", index)
+
+    @property
+    def service_backend(self) -> str:
+        """Always ``"ray"``, since the buffer is in a Ray actor."""
+        return "ray"
+
+    @property
+    def checkpointer(self) -> None:
+        """Always None, since a buffer saves itself in a single format.
+
+        Setting any other value raises TypeError.
+        """
+        return None
+
+    @checkpointer.setter
+    def checkpointer(self, value: object) -> None:
+        check_no_checkpointer(value)
+
+    @property
+    def dim_extend(self) -> int:
+        """The time dimension of written data. It cannot be changed later."""
+        return int(self.run(getattr, "dim_extend"))
+
+    @dim_extend.setter
+    def dim_extend(self, value: int) -> None:
+        self.run(setattr, "dim_extend", value)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -142,7 +351,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
         """
         if self._write_rows > 1 and not keywords:
             return self.add_async(data)
-        return self._invoke("add", (data,), keywords)
+        return self._invoke("add", data, **keywords)
 
     def extend(self, data: Any, **keywords: Any) -> Any:
         """Store a batch and return its index.
@@ -152,7 +361,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
         """
         if self._write_rows > 1 and not keywords:
             return self.extend_async(data)
-        return self._invoke("extend", (data,), keywords)
+        return self._invoke("extend", data, **keywords)
 
     def add_async(self, data: Any, **keywords: Any) -> RemoteResult:
         """Send one row to be stored; do not wait.
@@ -181,7 +390,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
             Exception: the error of a write whose result was not asked for.
         """
         self._write_queue.flush()
-        return self._invoke("flush", (), {})
+        return self._invoke("flush")
 
     def _write(self, counts: list[int], rows: Message) -> Any:
         return self._method("write", "writing").remote(counts, rows)
@@ -189,23 +398,14 @@ class RayReplayBufferClient(Forwarding[DataT]):
     def _put(self, name: str, data: Any, keywords: Mapping[str, Any]) -> RemoteResult:
         rows = None if keywords else data
         return self._write_queue.put(
-            lambda: Reply(self._submit(name, (data,), keywords)), rows, single=name == "add"
+            lambda: self._send(name, (data,), keywords), rows, single=name == "add"
         )
-
-    def _read_rows(self, index: Any) -> Any:
-        return self._invoke("__getitem__", (index,), {})
 
     # -- sampling -----------------------------------------------------------------------------
 
-    def _sample(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool | None,
-        timeout: float | None,
-    ) -> Any:
+    def _sample(self, call: SampleCall, timeout: float | None) -> Any:
         timeout = checked_timeout(timeout)
-        if _is_plain(batch_size, return_info, include_info):
+        if call == _PLAIN:
             if self._samples is not None:
                 self._write_queue.send()
                 return self._samples.next(timeout)
@@ -213,7 +413,7 @@ class RayReplayBufferClient(Forwarding[DataT]):
                 self._write_queue.send()
                 return self._request_sample().get()
         keywords = {} if timeout is None else {"timeout": timeout}
-        return self._invoke("sample", (batch_size, return_info, include_info), keywords)
+        return self._invoke("sample", *call, **keywords)
 
     def sample_async(
         self,
@@ -233,12 +433,12 @@ class RayReplayBufferClient(Forwarding[DataT]):
             batch = first.result()   # or: await first
         """
         self._write_queue.send()
-        if _is_plain(batch_size, return_info, include_info) and not keywords:
+        call = SampleCall(batch_size, return_info, include_info)
+        if call == _PLAIN and not keywords:
             if self._samples is not None:
                 return RemoteResult(self._samples.take())
             return RemoteResult(self._request_sample())
-        args = (batch_size, return_info, include_info)
-        return RemoteResult(Reply(self._submit("sample", args, keywords)))
+        return self._request("sample", *call, **keywords)
 
     def _request_sample(self) -> Reply:
         return Reply(self._method("sample", "sampling").remote())
@@ -271,15 +471,40 @@ class RayReplayBufferClient(Forwarding[DataT]):
         method = self._method("step" if count == 1 else f"step_{count}", "stepping", count)
         return _replies(method.remote(self._name, number, self._depth > 0), count)
 
+    # -- for loaders and ensembles ------------------------------------------------------------
+
+    def _check_loader(self) -> None:
+        self.run(check_loader)
+
+    def _asking(self, generator: torch.Generator) -> Callable[[int], RemoteRequest]:
+        def asked(size: int) -> RemoteRequest:
+            seed = int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
+            return Later(lambda timeout: self._request(draw_seeded, size, seed).result(timeout))
+
+        return asked
+
+    def _facts_of_member(self) -> MemberFacts:
+        return cast(MemberFacts, self.run(member_facts))
+
+    def _be_fresh(self, rows: int) -> None:
+        """Do nothing, since a handle has no data that could be outdated."""
+
+    def _ask_part(self, rows: list[int], seed: int, known: MemberFacts) -> RemoteRequest:
+        return self._request(part_and_facts, rows, seed, known)
+
+    def _ask_readiness(self, rows: int) -> RemoteRequest:
+        return self._request(readiness, rows)
+
+    def _ask_stored(self, index: torch.Tensor) -> RemoteRequest:
+        return self._request(check_rows, index.cpu())
+
+    def _ask_call(self, name: str, *args: Any, **keywords: Any) -> RemoteRequest:
+        return self._request(name, *args, **keywords)
+
 
 def _replies(refs: Any, count: int) -> list[Reply]:
     """Return the replies to a message, for which Ray returns one or more references."""
     return [Reply(refs)] if count == 1 else [Reply(ref) for ref in refs]
-
-
-def _is_plain(batch_size: int | None, return_info: bool, include_info: bool | None) -> bool:
-    """Return whether a batch is requested with default arguments."""
-    return batch_size is None and not return_info and include_info is None
 
 
 _ENDING_SECONDS = 10.0
@@ -396,8 +621,8 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
 
         Cost: one round trip with ``prefetch``, otherwise none.
         """
-        counts = {"prefetch": prefetch, "write_rows": write_rows}
-        return self._maker(**counts, write_seconds=write_seconds)()
+        given = {"prefetch": prefetch, "write_rows": write_rows, "write_seconds": write_seconds}
+        return self._maker(**given)()
 
     @property
     def is_alive(self) -> bool:
@@ -442,9 +667,7 @@ class RayReplayBuffer(RayReplayBufferClient[DataT]):
                 _end(actor)
         check_left(*left)
 
-    def shutdown(self) -> None:
-        """Close the buffer; the same as ``close``."""
-        self.close()
+    shutdown = close
 
 
 def _ready(actor: Any, options: Mapping[str, Any]) -> Any:

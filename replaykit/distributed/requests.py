@@ -50,8 +50,10 @@ def fetch(ref: Any, timeout: float | None = None) -> Any:
         with allowed:
             return ray.get(ref, timeout=timeout)
     except Exception as error:
-        raise_as_local(error)
-        raise
+        local = local_error(error)
+        if local is error:
+            raise
+        raise local from error
 
 
 def running_ray() -> Any:
@@ -67,19 +69,16 @@ def running_ray() -> Any:
     return ray
 
 
-def raise_as_local(error: BaseException) -> None:
-    """Replace an error of Ray by the error that a local call would raise.
-
-    This function returns if the error is not from Ray.
-    """
+def local_error(error: Exception) -> Exception:
+    """Return the error that a local call would raise for an error of Ray; any other error as is."""
     exceptions = ray_module().exceptions
     if isinstance(error, exceptions.RayTaskError):
         cause = error.cause
-        if isinstance(cause, exceptions.RayTaskError) or not isinstance(cause, BaseException):
-            return
-        raise cause from error
+        if isinstance(cause, Exception) and not isinstance(cause, exceptions.RayTaskError):
+            return cause
     if isinstance(error, (exceptions.RayActorError, exceptions.ObjectLostError)):
-        raise ActorLost(f"the actor of this buffer has ended: {error}") from error
+        return ActorLost(f"the actor of this buffer has ended: {error}")
+    return error
 
 
 class Reply:
@@ -141,13 +140,13 @@ class Reply:
             except ray_module().exceptions.GetTimeoutError:
                 raise TimeoutError(f"no answer within {timeout:g} seconds") from None
             except Exception as error:
-                self._store(None, error)
+                self.store(None, error)
             else:
-                self._store(message, None)
+                self.store(message, None)
         return self._found()
 
-    def _store(self, message: Message | bytes | None, error: Exception | None) -> None:
-        """Store the answer or error, when the first waiting caller has received it."""
+    def store(self, message: Message | bytes | None, error: Exception | None) -> None:
+        """Store the answer, or the error of sending or receiving; the first one counts."""
         with self._lock:
             if self._known:
                 return
@@ -171,18 +170,10 @@ class Reply:
             try:
                 message = await ref
             except Exception as error:
-                try:
-                    raise_as_local(error)
-                except Exception as local:
-                    error = local
-                self._store(None, error)
+                self.store(None, local_error(error))
             else:
-                self._store(message, None)
+                self.store(message, None)
         return self._found()
-
-    def fail(self, error: Exception) -> None:
-        """Make ``get`` raise the error with which sending failed."""
-        self._store(None, error)
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
@@ -207,9 +198,7 @@ class JointReply(Reply, ABC):
         return self._settled(lambda: self._make(timeout), timeout)
 
     def _settled(self, make: Callable[[], Any], timeout: float | None) -> Any:
-        if not self._lock.acquire(
-            timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        ):
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError(f"no answer within {timeout:g} seconds")
         try:
             if not self._known:

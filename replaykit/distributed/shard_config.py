@@ -179,7 +179,8 @@ class Proportional(DrawLaw):
         if terms.alpha is not None:
             sampler.alpha = terms.alpha
         table = sampler._table.follow(storage)
-        return Measured(self._mass(sampler, buffer, storage, terms), _smallest(table))
+        smallest = float("inf") if table._least is None else float(table.smallest())
+        return Measured(self._mass(sampler, buffer, storage, terms), smallest)
 
     def _mass(self, sampler: Any, buffer: ReplayBuffer, storage: Storage, terms: Terms) -> float:
         table = sampler._table.follow(storage)
@@ -245,12 +246,6 @@ def _windows_of(sampler: Any, length: int) -> Iterator[None]:
         slicing.size = before
 
 
-def _smallest(table: Any) -> float:
-    if table._least is None:
-        return float("inf")
-    return float(table.smallest())
-
-
 LAWS: Final[dict[str, type[DrawLaw]]] = {
     "rows": UniformRows,
     "windows": WindowDraws,
@@ -296,7 +291,6 @@ class ClientSettings:
         tracked: whether writers track generations.
     """
 
-    num_shards: int
     sampler: Sampler
     batch_size: int | None
     shard_key: Any
@@ -523,6 +517,8 @@ class ByKey:
     Args:
         key: key of an integer or bool column, ``[B]`` or ``[B, k]``.
     """
+
+    dealt = 0
 
     def __init__(self, num_shards: int, key: Any) -> None:
         self.num_shards, self.key = num_shards, unravel(key)

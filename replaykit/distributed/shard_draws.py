@@ -7,13 +7,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from replaykit._compat import is_tensordict
-from replaykit.buffer.deliver import merged, shaped
 from replaykit.distributed.members import Sent, ShardMembers, ShardTicket
 from replaykit.distributed.protocol import GlobalIndex, ShardDied, ShardPart, ShardSilent, Terms
 from replaykit.distributed.requests import JointReply, Taken, left_of
@@ -105,11 +103,6 @@ class Draws:
         pending = Pending(self, batch_size, terms, self.law.draws(batch_size))
         pending.sent()
         return pending
-
-    def several(self, batch_size: int | None, count: int) -> list[Pending]:
-        """Request ``count`` batches; return the pending batches."""
-        assert batch_size is not None
-        return [self.begun(batch_size) for _ in range(count)]
 
     def _known(self, terms: Terms, until: float) -> list[float]:
         """Return the masses of all shards in these terms; request them if necessary.
@@ -213,8 +206,8 @@ class Pending(JointReply):
         self.after: torch.Tensor | None = None
 
     def sent(self) -> None:
-        """Send the requests, unless they were sent or the masses of shards are not known."""
-        if self.before is None:
+        """Send the missing requests, unless the masses of shards are not known."""
+        if self._sent is None and len(self._left) and not self.known:
             masses = self._draws.members.masses(self._terms)
             if masses is not None and any(masses):
                 self._ask(masses)
@@ -260,10 +253,7 @@ class Pending(JointReply):
     def _make_from_known(self) -> tuple[Any, dict[Any, Any]]:
         """Make the batch from answers that have arrived; raise ShardSilent if some are missing."""
         while len(self._left):
-            if self._sent is None:  # a shard has died, or the masses were not known
-                masses = self._draws.members.masses(self._terms)
-                if masses is not None and any(masses):
-                    self._ask(masses)
+            self.sent()  # a shard has died, or the masses were not known
             if self._sent is None or not all(reply.is_ready() for _, reply in self._sent.values()):
                 raise ShardSilent("some shards have not answered yet")
             self._take(time.monotonic())
@@ -283,7 +273,7 @@ class Pending(JointReply):
                 part = members.receive(shard, sent, left_of(until))
             del self._sent[shard]
             if part is not None and part.data is not None:
-                numbers = self._left[self._shards == shard]
+                numbers = torch.from_numpy(self._left[self._shards == shard])
                 self._shares.append(Share(shard, sent[0], numbers, self._masses[shard], part))
         come = [share.numbers.numpy() for share in self._shares]
         self._left = np.setdiff1d(self._left, np.concatenate([self._left[:0], *come]))
@@ -332,16 +322,12 @@ class PacedSample(JointReply):
             return True
         return self._client._tickets.may_sample(self._size) and self._batch().is_ready()
 
-    def sent(self) -> None:
-        """Return None, since a batch needs several messages."""
-
     def _make(self, timeout: float | None) -> Any:
         return self._delivered(timeout, timeout)
 
     def _delivered(self, timeout: float | None, held_up: float | None) -> Any:
         """Return the result of the call, after at most ``held_up`` seconds of delay."""
         with deferred, self._client._tickets.ticket(SAMPLE, held_up) as ticket:
-            assert ticket is not None
             ticket.admit(self._size)
             left = None if timeout is None else left_of(ticket.until)
             return self._finish(self._batch().get(left), ticket)
@@ -363,21 +349,21 @@ class PacedSample(JointReply):
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-class Share:
+class Share(NamedTuple):
     """The rows that one shard contributed to a batch.
 
-    Args:
+    Attributes:
         shard, incarnation: numbers of the shard and its incarnation.
         numbers: the numbers of the draws that the shard made for the batch, int64 ``[draws]``.
         mass: the mass with which the client drew the shard.
         part: the answer of the shard.
     """
 
-    def __init__(
-        self, shard: int, incarnation: int, numbers: Array, mass: float, part: ShardPart
-    ) -> None:
-        self.shard, self.incarnation = shard, incarnation
-        self.numbers, self.mass, self.part = torch.from_numpy(numbers), mass, part
+    shard: int
+    incarnation: int
+    numbers: torch.Tensor
+    mass: float
+    part: ShardPart
 
     @property
     def likelier(self) -> float:
@@ -448,16 +434,3 @@ def _weights(shares: list[Share], sampler: Any, least: float) -> torch.Tensor:
     if sampler.weight_norm == "batch":
         least = float(value.min())
     return importance_weights(value, least, sampler.beta, sampler.dtype)
-
-
-def finished(data: Any, info: dict[Any, Any], sampler: Sampler, *, merge: bool) -> Any:
-    """Return a batch in the shape that the sampler requires.
-
-    ``merge``: whether to add the information about the rows to the batch.
-    """
-    if merge:
-        data = merged(data, info, 0)
-    shape = sampler.shape_of(info["index"].shape[0])
-    if shape is not None and is_tensordict(data):
-        data = shaped(data, info["index"].shape[0], shape)
-    return data

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
 from replaykit.distributed.shard_config import (
     ByKey,
     ClientState,
-    InTurn,
     SavedHead,
     ShardRecipe,
     ShardsState,
@@ -37,9 +36,8 @@ from replaykit.distributed.write_queue import missing_parts
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import check, deferred, shielded
-from replaykit.schema import split_leaves
+from replaykit.schema import Schema, split_leaves
 from replaykit.storages import LazyTensorStorage
-from replaykit.structure import from_json
 from replaykit.ted import format_key, unravel
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ def _save(client: ShardedClient, folder: Path) -> None:
     try:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
-            pace = _pace(client)
+            pace = client._tickets.state()
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
@@ -97,6 +95,26 @@ def _save(client: ShardedClient, folder: Path) -> None:
             remove_tree(other)
 
 
+class _PartlyLoaded(RuntimeError):
+    """Raised when a shard has died after others had replaced their rows."""
+
+
+def _once_more(load: Callable[..., None]) -> Callable[..., None]:
+    """Repeat a load after the death of a shard in its last step, or the others would differ."""
+
+    @functools.wraps(load)
+    def loading(*args: Any) -> None:
+        with deferred:
+            try:
+                load(*args)
+            except _PartlyLoaded:
+                with shielded:
+                    load(*args)
+
+    return loading
+
+
+@_once_more
 def load_all(client: ShardedClient, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint; see ``ShardedClient.loads``."""
     folder = Path(path).expanduser().absolute()
@@ -130,7 +148,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
         warnings.warn(
             f"{left_out} of {rows} rows do not fit into {client.num_shards} shards and were "
             "left out",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -147,18 +165,20 @@ def _all_or_none(client: ShardedClient) -> Iterator[None]:
 
 def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) -> None:
     """Replace the rows of all shards by the prepared rows."""
-    root = None if head.layout is None else from_json(head.layout)
+    members = client._members
     with _held(client, token), shielded:  # Ctrl-C waits until all shards have changed
-        _all(client, "commit_load", [(token, root)] * client.num_shards)
-        if client._tickets.keeper is not None:
-            client._tickets.keeper.load(head.pace, client._members.reports())
-        if isinstance(client._router, InTurn):
-            client._router.dealt = dealt
+        schema = None if head.layout is None else Schema.from_json(head.layout)
+        members.agreed = members.supervisor.replace(schema)  # first: successors ask for it
+        try:
+            _all(client, "commit_load", [(token, members.agreed.loads)] * client.num_shards)
+        except RuntimeError as error:
+            raise _PartlyLoaded(f"{error}; the other shards have loaded; load again") from error
+        client._tickets.load(head.pace)
+        client._router.dealt = dealt
         client._drop_ahead()
         if head.generator is not None and client.generator is not None:
             client.generator.set_state(head.generator.clone())
-        client._members.supervisor.replace(root)
-        client._schema = client._stored = None
+        client._stored = None
 
 
 def state_of(client: ShardedClient) -> dict[str, Any]:
@@ -167,31 +187,23 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
     with deferred, _held(client, token) as dealt:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
-        pace = _pace(client)
+        pace = client._tickets.state()
     return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
 
 
 def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
     """Return the fields of a `ClientState`, without the counts of the rate limiter."""
-    layout = client._members.supervisor.agree(None)
+    schema = client._members.agree().schema
     return (
         client.num_shards,
         _key(client),
         dealt,
         client._generator_state(),
-        None if layout is None else layout.to_json(),
+        None if schema is None else schema.to_json(),
     )
 
 
-def _pace(client: ShardedClient) -> dict[str, int] | None:
-    """Return the counts of the rate limiter while no write is admitted.
-
-    The client has just received the counts of all shards.
-    """
-    keeper = client._tickets.keeper
-    return None if keeper is None else keeper.state(client._members.reports())
-
-
+@_once_more
 def load_state(client: ShardedClient, state: Any) -> None:
     """Load a dictionary; see ``ShardedClient.load_state_dict``."""
     found = decode_state(ShardsState, state, "the state of a sharded buffer")
@@ -225,7 +237,6 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         Errors of shards are raised after all have answered.
     """
     members = client._members
-    members.present()
     members.wait_for_all()
     sent = [members.send(shard, verb, *each) for shard, each in enumerate(arguments)]
     answers: list[Any] = []
@@ -234,9 +245,8 @@ def _all(client: ShardedClient, verb: str, arguments: list[tuple[Any, ...]]) -> 
         try:
             answers.append(_patiently(client, shard, reply))
         except ShardDied:
-            loaded = "the other shards have loaded their rows; load again"
-            outcome = loaded if verb == "commit_load" else "nothing has been published"
-            failed = RuntimeError(f"shard {shard} died while all were saved or loaded; {outcome}")
+            outcome = "" if verb == "commit_load" else "; nothing has been published"
+            failed = RuntimeError(f"shard {shard} died while all were saved or loaded{outcome}")
         except Exception as error:
             failed = error
     if failed is not None:
@@ -299,7 +309,7 @@ def _held(client: ShardedClient, token: str) -> Iterator[int]:
             raise RuntimeError(
                 f"shard {died.shard} died during a save or load of all shards; try again later"
             ) from None
-        yield client._router.dealt if isinstance(client._router, InTurn) else 0
+        yield client._router.dealt
     finally:
         with shielded:
             members.ask_all("thaw", token)
@@ -338,8 +348,7 @@ def _drain(client: ShardedClient, token: str, missing: dict[int, set[tuple[str, 
 _BLOCK_ROWS = 8192
 
 
-@dataclass
-class _Source:
+class _Source(NamedTuple):
     """The open checkpoint of a shard, whose rows stay in the files if possible.
 
     Attributes:
@@ -348,10 +357,6 @@ class _Source:
 
     buffer: ReplayBuffer
     order: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.order)
 
 
 def load_share(
@@ -434,7 +439,7 @@ def _dealt(opened: list[_Source], num_shards: int, shard: int) -> Iterator[np.nd
     A block is int64 ``[K, 2]``, with the source and slot of each row. Rows are sorted by their row
     id in the saved shard, then by shard. This is the order in which they were first assigned.
     """
-    rows = np.array([one.rows for one in opened])
+    rows = np.array([len(one.order) for one in opened])
     until = np.array([one.buffer.storage.ledger.next_position for one in opened])
     oldest = until - rows
     for first in range(int(oldest.min()), int(until.max()), _BLOCK_ROWS):
@@ -460,7 +465,7 @@ def _with_key(one: _Source, key: ByKey, shard: int) -> Iterator[tuple[torch.Tens
     load of the saved shard has cut all streams.
     """
     storage: Any = one.buffer.storage
-    for first in range(0, one.rows, _BLOCK_ROWS):
+    for first in range(0, len(one.order), _BLOCK_ROWS):
         slots = one.order[first : first + _BLOCK_ROWS]
         columns = split_leaves(storage.get(slice(0, len(storage))), 1).leaves
         column = columns[key.key].index_select(0, slots)

@@ -18,17 +18,22 @@ import torch
 from replaykit._compat import arange
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.deliver import finished
-from replaykit.buffer.edit import Patch, patched
+from replaykit.buffer.edit import Patch, checked_patch, patched
 from replaykit.buffer.state import snapshot_of
 from replaykit.checkpoint import Base, Checkpoint, Snapshot, save_snapshot
 from replaykit.checkpoint.checkpoint_format import MANIFEST
 from replaykit.declared import decode_state
-from replaykit.distributed.protocol import BarrierBusy, ShardFacts, ShardPart, Terms
+from replaykit.distributed.protocol import (
+    BarrierBusy,
+    SchemaReplaced,
+    ShardFacts,
+    ShardPart,
+    Terms,
+)
 from replaykit.distributed.shard_config import DrawLaw, OwnState, ShardRecipe, law_of
 from replaykit.distributed.shard_saves import check_sampler, load_share
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp
 from replaykit.errors import CheckpointError
-from replaykit.schema import Schema
 from replaykit.storages import Storage, TensorStorage
 from replaykit.structure import Node, build
 
@@ -68,7 +73,6 @@ class ShardHolder:
         self._savers = ThreadPoolExecutor(thread_name_prefix=f"replaykit-save-{shard}")
         self._next_save = time.monotonic() + recipe.checkpoint_interval
         self._save_now = False
-        self._agreed: Schema | None = None  # of rows before any transform
         if folder is not None and there:
             self._restore(folder)
         self._ended = threading.Event()
@@ -108,6 +112,11 @@ class ShardHolder:
                 self.shard,
                 self.incarnation,
             )
+
+    def restarted(self, loads: int) -> ShardFacts:
+        """Continue to count loads of all shards after a restart; return the facts."""
+        self._loads = loads
+        return self.facts()
 
     # -- its own checkpoint -------------------------------------------------------------------
 
@@ -268,12 +277,8 @@ class ShardHolder:
         buffer.load_state_dict(state)
         self._loaded = token, buffer
 
-    def commit_load(self, token: str, root: Node | None) -> ShardFacts:
-        """Replace the rows of the shard by the rows of the second buffer.
-
-        Args:
-            root: the schema of rows before any transform, or None if the loaded state has none.
-        """
+    def commit_load(self, token: str, loads: int) -> ShardFacts:
+        """Replace the rows of the shard by the rows of the second buffer, in this load of all."""
         if self._loaded is None or self._loaded[0] != token:
             raise RuntimeError("expected a prepared load, got none")
         _, buffer = self._loaded
@@ -284,8 +289,7 @@ class ShardHolder:
             self._before = written - buffer.storage.ledger.next_position + len(buffer)
             self._loaded = None
             self._version += 1
-            self._loads += 1
-            self._agreed = None if root is None else Schema(root)
+            self._loads = loads
             self._save_now = True
             self.barrier.load([])
         old.shutdown()
@@ -331,6 +335,7 @@ class ShardHolder:
     def extend(
         self,
         stamp: Stamp,
+        loads: int,
         root: Node,
         leaves: dict[Any, torch.Tensor],
         priorities: torch.Tensor | None,
@@ -339,14 +344,17 @@ class ShardHolder:
         """Write rows; return their slots.
 
         Args:
-            root: the schema of the rows. The client may not know of a load, so it is checked here.
+            loads: the number of loads before the agreement on the schema of the rows.
             priorities: raw priorities, ``[K]``. None sets the default, which is then at least
                 ``most``.
+
+        Raises:
+            SchemaReplaced: the client does not know of a later load.
         """
 
         def write(storage: Storage) -> torch.Tensor:
-            self._agreed = self._agreed or Schema(root)
-            self._agreed.check(root)
+            if loads < self._loads:
+                raise SchemaReplaced("other rows were loaded since the schema was agreed upon")
             count = next(iter(leaves.values())).shape[0]
             data = build(root, leaves, torch.Size([count]), torch.device("cpu"))
             sampler: Any = self.buffer._sampler
@@ -364,8 +372,8 @@ class ShardHolder:
         self,
         stamp: Stamp,
         slots: torch.Tensor,
-        priorities: torch.Tensor,
         generation: torch.Tensor | None,
+        priorities: torch.Tensor,
     ) -> tuple[int, ShardFacts]:
         """Set priorities; return the number of updates whose rows were overwritten."""
 
@@ -385,6 +393,9 @@ class ShardHolder:
         Returns:
             Masks of the updated rows and, with versions, of the rejected rows: bool ``[1 or 2,
             K]``.
+
+        Raises:
+            KeyError, ValueError: the patch does not fit the columns, since others were loaded.
         """
 
         def write(storage: Storage) -> torch.Tensor:
@@ -392,6 +403,7 @@ class ShardHolder:
             found = torch.zeros(rows, len(slots), dtype=torch.bool, device="cpu")
             if len(storage):
                 assert isinstance(storage, TensorStorage)
+                checked_patch(storage.leaf, len(slots), *patch)
                 live, refused = patched(storage, slots[:, None], generation, patch)
                 found[0] = live
                 if refused is not None:

@@ -17,6 +17,7 @@ import torch
 from replaykit._compat import as_tensor, is_tensordict
 from replaykit.buffer.edit import (
     ConditionalUpdateResult,
+    Patch,
     check_tracked,
     checked_handles,
     checked_patch,
@@ -28,7 +29,13 @@ from replaykit.buffer.priorities import (
     written_priorities,
 )
 from replaykit.distributed.members import Sent, ShardMembers
-from replaykit.distributed.protocol import BarrierBusy, ShardDied, ShardSilent
+from replaykit.distributed.protocol import (
+    Agreement,
+    BarrierBusy,
+    SchemaReplaced,
+    ShardDied,
+    ShardSilent,
+)
 from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
@@ -63,6 +70,7 @@ class Writes:
         send: Callable[[int, Stamp], Sent],
         *,
         again: bool = True,
+        renew: Callable[[], object] | None = None,
     ) -> dict[int, Any]:
         """Send one part to each shard, in parallel; return the answers by shard.
 
@@ -71,6 +79,8 @@ class Writes:
                 if the part is meant for an earlier incarnation.
             again: whether to send parts again to the successors of shards that have died.
                 Otherwise, the result has no answers of these shards.
+            renew: function that checks the write after a load, before a shard that has refused it
+                for the load gets its part again.
 
         Raises:
             TimeoutError: a shard has not answered, or was not restarted; its part may be written.
@@ -84,7 +94,7 @@ class Writes:
             try:
                 bits = sum(1 << shard for shard in shards)
                 stamp = Stamp(self._client, number, bits, done)
-                return self._send(shards, lambda shard: send(shard, stamp), again)
+                return self._send(shards, lambda shard: send(shard, stamp), again, renew)
             finally:
                 with self._lock:
                     self._under_way.discard(number)
@@ -95,7 +105,13 @@ class Writes:
         everyone = list(range(len(members.shards)))
         return self(everyone, lambda shard, stamp: members.send(shard, verb, stamp, *args))
 
-    def _send(self, shards: list[int], send: Callable[[int], Sent], again: bool) -> dict[int, Any]:
+    def _send(
+        self,
+        shards: list[int],
+        send: Callable[[int], Sent],
+        again: bool,
+        renew: Callable[[], object] | None,
+    ) -> dict[int, Any]:
         members, answers, refused = self._members, {}, None
         until = time.monotonic() + members.timeout
         left = list(shards)
@@ -112,7 +128,12 @@ class Writes:
                     for shard, reply in sent.items():
                         try:
                             within = max(0.0, until - time.monotonic())
-                            answers[shard] = members.receive(shard, reply, within)
+                            try:
+                                answers[shard] = members.receive(shard, reply, within)
+                            except SchemaReplaced:
+                                assert renew is not None
+                                renew()
+                                busy.append(shard)
                         except ShardDied:
                             continue
                         except BarrierBusy:
@@ -230,14 +251,12 @@ def write_rows(
     """Store rows and return their index; see ``ShardedClient.extend``."""
     client._check_open()
     with deferred, client._tickets.ticket(INSERT, timeout) as ticket:
-        client._write_queue.flush(None if ticket is None else ticket.until)
+        client._write_queue.flush(ticket.until)
         rows, priorities = _checked(client, data, single, update_priority)
         if not len(rows):
             return _NOTHING
-        if ticket is not None:
-            ticket.admit(len(rows))
-        _agree(client, rows)
-        return _dealt(client, rows, priorities)()
+        ticket.admit(len(rows))
+        return _dealt(client, rows, priorities, _agreed(client, rows))()
 
 
 def send_rows(
@@ -252,35 +271,25 @@ def send_rows(
     client._write_queue.check()  # before any row is assigned to a shard
     made: Callable[[torch.Tensor], Any] = index_of_one if single else lambda index: index
     rows, priorities = _checked(client, data, single, update_priority)
-    if not len(rows):
+    count, tickets, write_queue = len(rows), client._tickets, client._write_queue
+    if not count:
         return in_thread(client, lambda: made(_NOTHING))
-    keeper, tickets, write_queue = client._tickets.keeper, client._tickets, client._write_queue
-    if keeper is None:
-        _agree(client, rows)
-        written = _dealt(client, rows, priorities)
-        return in_thread(client, lambda: made(written()))
-    refusal = keeper.limiter.never(INSERT, len(rows), 0)
-    if refusal is not None:
-        raise ValueError(f"{refusal}: {keeper.limiter!r}")
-    _agree(client, rows)
-    leaves = {path: leaf.clone() for path, leaf in rows.leaves.items()}
-    copied = Rows(rows.root, leaves, rows.batch)
-    given = None if priorities is None else priorities.clone()
+    tickets.check_insert(count)
+    written = _dealt(client, rows, priorities, _agreed(client, rows))
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
-            assert ticket is not None
             try:
-                ticket.admit(len(copied), 0.0)
+                ticket.admit(count, 0.0)
             except RateLimiterTimeout:
                 write_queue.held_up = True
                 try:
-                    ticket.admit(len(copied))
+                    ticket.admit(count)
                 finally:
                     write_queue.held_up = False
-            return made(_dealt(client, copied, given)())
+            return made(written())
 
-    return in_thread(client, deliver, paced=True)
+    return in_thread(client, deliver, paced=tickets.keeper is not None)
 
 
 def in_thread(
@@ -300,16 +309,17 @@ def _checked(
 ) -> tuple[Rows, torch.Tensor | None]:
     """Check rows and return them with their priorities.
 
-    Only ``_agree`` can still refuse the returned rows.
+    Only ``_agreed`` can still refuse the returned rows.
     """
-    known = client._known_schema()
+    members = client._members
+    known = members.agreed if members.agreed.schema is not None else members.agree()
     try:
-        return _checked_by(client, known, data, single, update_priority)
+        return _checked_by(client, known.schema, data, single, update_priority)
     except SchemaError:
-        now = client._known_schema(again=True)
-        if known is None or (now is not None and now.root == known.root):
+        now = members.agree()
+        if now.loads == known.loads:
             raise
-    return _checked_by(client, now, data, single, update_priority)
+    return _checked_by(client, now.schema, data, single, update_priority)
 
 
 def _checked_by(
@@ -332,20 +342,20 @@ def _checked_by(
     return rows, priorities
 
 
-def _agree(client: ShardedClient, rows: Rows) -> None:
+def _agreed(client: ShardedClient, rows: Rows) -> Agreement:
     """Refuse rows whose schema differs from the schema of the first written rows.
 
     This is the last check before the rows are assigned to shards and written.
     """
-    if client._schema is None:
-        root = client._members.supervisor.agree(rows.root)
-        assert root is not None
-        client._schema = Schema(root)
-    client._schema.check(rows.root)
+    agreed = client._members.agreed
+    if agreed.schema is None:
+        return client._members.agree(rows.root)
+    agreed.schema.check(rows.root)
+    return agreed
 
 
 def _dealt(
-    client: ShardedClient, rows: Rows, priorities: torch.Tensor | None
+    client: ShardedClient, rows: Rows, priorities: torch.Tensor | None, agreed: Agreement
 ) -> Callable[[], torch.Tensor]:
     """Assign rows to shards; return a function that writes copies of them.
 
@@ -368,10 +378,16 @@ def _dealt(
     }
 
     def send(shard: int, stamp: Any) -> Any:
-        return members.send(shard, "extend", stamp, root, *parts[shard], members.most())
+        loads = agreed.loads
+        return members.send(shard, "extend", stamp, loads, root, *parts[shard], members.most())
+
+    def renew() -> None:
+        nonlocal agreed
+        agreed = members.agree(root)
 
     def deliver() -> torch.Tensor:
-        slots = {shard: answer[0] for shard, answer in writes(sorted(chosen), send).items()}
+        answers = writes(sorted(chosen), send, renew=renew)
+        slots = {shard: answer[0] for shard, answer in answers.items()}
         if any(len(slots[shard]) != len(mine) for shard, mine in chosen.items()):
             return torch.cat([names.join(shard, found) for shard, found in slots.items()])
         index = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -405,23 +421,42 @@ def set_priorities(
         if found is not None and len(found) != len(where):
             raise ValueError(f"expected {len(where)} {name}, got {len(found)}")
     client._sampler.check_priorities(values)
-    names, members = client._names, client._members
-    members.present()
+    client._members.present()
     # `check_stored` is valid for these incarnations only, since a successor has other rows.
-    meant = members.incarnations()
+    meant = client._members.incarnations()
     check_stored(client, where)
-    slots, chosen = names.slots(where), positions_of(client, where)
-
-    def send(shard: int, stamp: Any) -> Any:
-        mine, seen = chosen[shard], None
-        if given is not None:
-            seen = names.unstamped(given[mine], meant[shard])
-        what = (stamp, slots[mine], values[mine], seen)
-        return members.send(shard, "update", *what, only=meant[shard])
-
-    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    chosen, answers = _change_rows(client, "update", where, given, meant, values.__getitem__)
     client._dropped_updates += sum(answer[0] for answer in answers.values())
     client._dropped_updates += sum(len(chosen[shard]) for shard in chosen.keys() - answers.keys())
+
+
+def _change_rows(
+    client: ShardedClient,
+    verb: str,
+    where: torch.Tensor,
+    given: torch.Tensor | None,
+    meant: dict[int, int],
+    part_of: Callable[[torch.Tensor], Any],
+) -> tuple[dict[int, torch.Tensor], dict[int, Any]]:
+    """Send a change of rows to each incarnation in ``meant`` that has some of them.
+
+    Args:
+        where, given: indices and generations of the rows, int64 ``[K]``.
+        part_of: function that returns the change at some positions of ``where``.
+
+    Returns:
+        The positions of the rows of each shard, and the answers of shards that have not died.
+    """
+    names, members = client._names, client._members
+    slots, chosen = names.slots(where), positions_of(client, where)
+
+    def send(shard: int, stamp: Stamp) -> Sent:
+        mine, only = chosen[shard], meant[shard]
+        seen = None if given is None else names.unstamped(given[mine], only)
+        return members.send(shard, verb, stamp, slots[mine], seen, part_of(mine), only=only)
+
+    shards = [shard for shard in chosen if shard in meant]
+    return chosen, client._writes(shards, send, again=False)
 
 
 def set_sample_priorities(client: ShardedClient, data: Any) -> None:
@@ -438,7 +473,16 @@ def patch_rows(
     client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
 ) -> ConditionalUpdateResult:
     """Write values into rows; see ``ShardedClient.update_if_present``."""
-    names, members = client._names, client._members
+    if client._stored is not None:
+        with contextlib.suppress(KeyError, ValueError):  # after a load by another client
+            return _patched(client, index, generation, *patch)
+        client._stored = None
+    return _patched(client, index, generation, *patch)
+
+
+def _patched(
+    client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
+) -> ConditionalUpdateResult:
     check_tracked(client._settings.tracked)
     handles, given = checked_handles(1, index, generation)
     where = handles[:, 0]
@@ -449,21 +493,17 @@ def patch_rows(
             f"expected a patch without the shard_key {format_key(unravel(key))}: rows cannot "
             "move to other shards"
         )
-    meant = members.incarnations()
-    slots, chosen = names.slots(where), positions_of(client, where)
 
-    def send(shard: int, stamp: Any) -> Any:
-        mine = chosen[shard]
-        seen = names.unstamped(given[mine], meant[shard])
+    def part_of(mine: torch.Tensor) -> Patch:
         values = {
             path: value.detach().cpu().index_select(0, mine)
             for path, value in checked.values.items()
         }
         versions = None if checked.versions is None else checked.versions[mine]
-        part = checked._replace(values=values, versions=versions)
-        return members.send(shard, "patch", stamp, slots[mine], seen, part, only=meant[shard])
+        return checked._replace(values=values, versions=versions)
 
-    answers = client._writes([shard for shard in chosen if shard in meant], send, again=False)
+    meant = client._members.incarnations()
+    chosen, answers = _change_rows(client, "patch", where, given, meant, part_of)
     found = torch.zeros(1 if checked.versions is None else 2, len(where), dtype=torch.bool)
     for shard, answer in answers.items():
         found[:, chosen[shard]] = torch.as_tensor(answer[0], dtype=torch.bool)
@@ -510,7 +550,6 @@ def _shards_of(members: ShardMembers, lanes: torch.Tensor) -> dict[int, torch.Te
     Raises:
         IndexError: no shard has rows of some stream.
     """
-    members.present()
     members.wait_for_all()
     answers = members.ask_all("streams", lanes)
     found = {shard: answer for shard, answer in answers.items() if answer is not None}

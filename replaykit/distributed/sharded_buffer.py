@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,14 @@ from typing_extensions import Self
 
 from replaykit.buffer.components import DataT, check_generator, checked_limiter
 from replaykit.buffer.draw import checked_batch_size
-from replaykit.distributed.handle import checked_count
+from replaykit.declared import Count, read_value
 from replaykit.distributed.members import ShardMembers, check_on_loss
 from replaykit.distributed.protocol import ShardLoss
 from replaykit.distributed.shard_config import ClientSettings, ShardRecipe, law_of
 from replaykit.distributed.sharded_client import ShardedClient
 from replaykit.distributed.shards import LocalShard, RaySupervisor, Supervisor
 from replaykit.distributed.write_queue import SETTLING_S, check_left
-from replaykit.keywords import checked_keywords
+from replaykit.keywords import checked_keywords, one_of, whole_number
 from replaykit.pace import RateLimiter
 from replaykit.samplers import RandomSampler, Sampler
 
@@ -121,12 +122,8 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         ray_init_config: dict[str, Any] | None = None,
     ) -> None:
         self._closed = True
-        if type(num_shards) is not int:
-            raise TypeError(f"expected num_shards as an int, got {num_shards!r}")
-        if num_shards < 1:
-            raise ValueError(f"expected num_shards of at least 1, got {num_shards}")
-        if backend not in ("ray", "local"):
-            raise ValueError(f"expected backend as 'ray' or 'local', got {backend!r}")
+        num_shards = whole_number("num_shards", num_shards, 1)
+        one_of("backend", backend, ("ray", "local"))
         factories = (storage, sampler, writer, transform_factory)
         names = ("storage", "sampler", "writer", "transform_factory")
         for name, factory in zip(names, factories, strict=True):
@@ -141,7 +138,7 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         ):
             if not seconds >= 0:
                 raise ValueError(f"expected {name} of at least 0 seconds, got {seconds}")
-        prefetch = checked_count("prefetch", prefetch)
+        prefetch = read_value(Count, prefetch or 0, "prefetch")
         batch_size = None if batch_size is None else checked_batch_size(batch_size)
         check_generator(generator)
         check_on_loss(on_loss)
@@ -168,7 +165,6 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
         if limiter is not None:
             limiter.check_capacity(capacity)
         settings = ClientSettings(
-            num_shards=num_shards,
             sampler=copy.deepcopy(like),
             batch_size=batch_size,
             shard_key=shard_key,
@@ -176,7 +172,14 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             max_age=float(max_age),
             tracked=tracked,
         )
-        self._host = _host(backend, recipe, remote_config, ray_init_config, timeout, limiter)
+        self._host: Any
+        if backend == "ray":
+            self._host = RaySupervisor.start(
+                recipe, remote_config, ray_init_config, timeout, limiter
+            )
+        else:
+            start = functools.partial(LocalShard, recipe)
+            self._host = Supervisor(num_shards, start, limiter)
         try:
             members = ShardMembers(self._host.shards, self._host, on_loss, float(timeout))
             super().__init__(settings, members, generator, prefetch)
@@ -223,20 +226,3 @@ class ShardedReplayBuffer(ShardedClient[DataT]):
             "expected a client of the sharded buffer for other processes, got the buffer that owns "
             "the shards: send buffer.client()"
         )
-
-
-def _host(
-    backend: str,
-    recipe: ShardRecipe,
-    remote: Any,
-    init: Any,
-    timeout: float,
-    limiter: RateLimiter | None,
-) -> Any:
-    if backend == "ray":
-        return RaySupervisor.start(recipe, remote, init, timeout, limiter)
-
-    def start(shard: int, incarnation: int) -> LocalShard:
-        return LocalShard(recipe, shard, incarnation)
-
-    return Supervisor(recipe.num_shards, start, limiter)

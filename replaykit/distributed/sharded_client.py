@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from replaykit._compat import is_tensordict
 from replaykit.buffer.components import DataT, check_generator
-from replaykit.buffer.deliver import should_merge
+from replaykit.buffer.deliver import merged, shaped, should_merge
 from replaykit.buffer.edit import ConditionalUpdateResult
 from replaykit.buffer.source import DrawnRows, Later, MemberFacts, Readiness, RemoteRequest
-from replaykit.distributed.handle import Handle, checked_count
+from replaykit.declared import Count, read_value
+from replaykit.distributed.handle import Handle, SampleCall
 from replaykit.distributed.members import ShardMembers, ShardTicket, Tickets, check_on_loss
 from replaykit.distributed.protocol import GlobalIndex, ShardLoss
 from replaykit.distributed.requests import RemoteResult, RequestQueue, Taken
@@ -27,7 +29,7 @@ from replaykit.distributed.shard_config import (
     law_of,
     rows_by,
 )
-from replaykit.distributed.shard_draws import Draws, PacedSample, Pending, finished
+from replaykit.distributed.shard_draws import Draws, PacedSample, Pending
 from replaykit.distributed.shard_saves import load_all, load_state, save_all, state_of
 from replaykit.distributed.shard_writes import (
     Sender,
@@ -137,24 +139,22 @@ class ShardedClient(Handle[DataT]):
     ) -> None:
         super().__init__()
         self._settings, self._members = settings, members
-        self._names = GlobalIndex(settings.num_shards)
+        self._names = GlobalIndex(self.num_shards)
+        key = settings.shard_key
         self._router: Router = (
-            InTurn(settings.num_shards)
-            if settings.shard_key is None
-            else ByKey(settings.num_shards, settings.shard_key)
+            InTurn(self.num_shards) if key is None else ByKey(self.num_shards, key)
         )
         self._sampler: Any = copy.deepcopy(settings.sampler)
         self._law = law_of(self._sampler)
         self._writes = Writes(members)
         self._write_queue, self._sender = WriteQueue(actor=object()), Sender()
         self._tickets = Tickets(members)
-        self._schema: Schema | None = None  # of rows before any transform
         self._stored: Schema | None = None  # of rows after the inverse transforms
         self._priority_key = unravel(settings.priority_key)
         # No part refers to the client, so it ends, and reports its writes, with its last reference.
         self._draws = Draws(members, self._law, settings.max_age, generator)
-        requested = functools.partial(self._draws.several, settings.batch_size)
-        self._ahead = RequestQueue(requested, prefetch)
+        begun = functools.partial(self._draws.begun, settings.batch_size or 0)
+        self._ahead = RequestQueue(lambda count: [begun() for _ in range(count)], prefetch)
         self._dropped_updates = 0
         self._closed = False
 
@@ -171,22 +171,12 @@ class ShardedClient(Handle[DataT]):
         self._check_open()
         self._write_queue.flush(held_up=False)
 
-    def _known_schema(self, *, again: bool = False) -> Schema | None:
-        """Return the schema of rows before any transform, or None if it is not known yet.
-
-        ``again``: ask for it, since another client may have loaded rows with another schema.
-        """
-        if again or self._schema is None:
-            root = self._members.supervisor.agree(None)
-            self._schema = None if root is None else Schema(root)
-        return self._schema
-
     # -- description --------------------------------------------------------------------------
 
     @property
     def num_shards(self) -> int:
         """The number of shards."""
-        return self._settings.num_shards
+        return len(self._members.shards)
 
     @property
     def batch_size(self) -> int | None:
@@ -267,7 +257,7 @@ class ShardedClient(Handle[DataT]):
             ],
             "rows_lost": sum(loss.rows for loss in losses),
             "restarts": len(losses),
-            **({} if self._tickets.keeper is None else self._tickets.keeper.stats()),
+            **self._tickets.stats(),
         }
 
     def __repr__(self) -> str:
@@ -405,8 +395,7 @@ class ShardedClient(Handle[DataT]):
         with deferred:
             self._writes.to_all("empty", empty_write_count)
             self._tickets.emptied(counting_on=not empty_write_count)
-            if isinstance(self._router, InTurn):
-                self._router.dealt = 0
+            self._router.dealt = 0
             self._drop_ahead()
 
     def flush(self) -> torch.Tensor:
@@ -606,24 +595,18 @@ class ShardedClient(Handle[DataT]):
         self._drop_ahead()
         self._draws.given = generator
 
-    def _sample(
-        self,
-        batch_size: int | None,
-        return_info: bool,
-        include_info: bool | None,
-        timeout: float | None,
-    ) -> Any:
+    def _sample(self, call: SampleCall, timeout: float | None) -> Any:
         self._check_open()
-        size, merge = self._size_of(batch_size), should_merge(include_info, 4)
+        size, merge = self._size_of(call.batch_size), should_merge(call.include_info, 4)
         with deferred, self._tickets.ticket(SAMPLE, timeout) as ticket:
             ahead = self._is_ahead(size)
-            early = None if ticket is None else self._admitted(ticket, size, alone=not ahead)
+            early = self._admitted(ticket, size, alone=not ahead)
             if early is None:
                 self._draws.refresh(size)
                 drawn = self._ahead.next() if ahead else self._draws.begun(size).get()
             else:
                 drawn = early.get()
-            return self._made(return_info, merge, size, drawn, ticket)
+            return self._made(call.return_info, merge, size, drawn, ticket)
 
     def _is_ahead(self, size: int) -> bool:
         """Return whether batches of this size are prefetched."""
@@ -640,7 +623,7 @@ class ShardedClient(Handle[DataT]):
             alone: True if no batches of this size are prefetched.
         """
         asked = None
-        if alone and ticket.keeper.far and self._enough():
+        if alone and ticket.keeper is not None and ticket.keeper.far and self._enough():
             self._draws.refresh(size)
             asked = self._draws.begun(size)
         at_once = False
@@ -722,7 +705,11 @@ class ShardedClient(Handle[DataT]):
     ) -> Any:
         data, info = drawn
         count = len(info["index"])
-        data = finished(data, info, self._sampler, merge=merge)
+        if merge:
+            data = merged(data, info, 0)
+        shape = self._sampler.shape_of(count)
+        if shape is not None and is_tensordict(data):
+            data = shaped(data, count, shape)
         if ticket is not None:
             ticket.sampled(min(size, count))
         return (data, info) if return_info else data
@@ -804,6 +791,8 @@ class ShardedClient(Handle[DataT]):
             CheckpointError: the checkpoint is damaged.
             ValueError: keys, the kind of sampler or the ``shard_key`` differ.
             After any of these errors, nothing has changed.
+            RuntimeError: shards died in the last step, and again in a second try. The other shards
+                have loaded their rows; load again.
         """
         self._before_a_write()
         load_all(self, path)
@@ -869,7 +858,8 @@ class ShardedClient(Handle[DataT]):
         self._check_open()
         check_generator(generator)
         check_on_loss(on_loss)
-        members, prefetch = self._members.again(on_loss), checked_count("prefetch", prefetch)
+        members = self._members.again(on_loss)
+        prefetch = read_value(Count, prefetch or 0, "prefetch")
         return ShardedClient(self._settings, members, generator, prefetch)
 
     def __getstate__(self) -> dict[str, Any]:

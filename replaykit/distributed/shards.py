@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import operator
 import threading
@@ -14,7 +15,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from replaykit._ray import actor_class, ray_module, start_ray
 from replaykit.distributed.host import Host
-from replaykit.distributed.protocol import Losses, ShardDied, ShardFacts, ShardLoss, pack
+from replaykit.distributed.protocol import (
+    Agreement,
+    Losses,
+    ShardDied,
+    ShardFacts,
+    ShardLoss,
+    pack,
+)
 from replaykit.distributed.requests import Reply, fetch, running_ray
 from replaykit.distributed.shard_config import ShardRecipe
 from replaykit.distributed.shard_pacing import (
@@ -26,7 +34,7 @@ from replaykit.distributed.shard_pacing import (
 )
 from replaykit.distributed.shard_server import ShardHolder
 from replaykit.pace import RateLimiter
-from replaykit.structure import Node
+from replaykit.schema import Schema
 
 _WRITES = frozenset({"extend", "update", "patch", "empty", "flush", "cut"})
 
@@ -161,7 +169,7 @@ class Supervisor:
     ) -> None:
         self._start, self._far = start, far
         self._changed = threading.Condition(threading.RLock())
-        self._root: Node | None = None
+        self._agreed = Agreement(0, None)
         self._losses = Losses()
         self._restarting: set[int] = set()
         self.shards = [start(shard, 0) for shard in range(num_shards)]
@@ -216,7 +224,7 @@ class Supervisor:
                 old.kill()
                 new = self._start(number, old.incarnation + 1)
                 try:
-                    facts = new.call("facts").get()
+                    facts = new.call("restarted", self._agreed.loads).get()
                     break
                 except Exception as error:  # it died too, or cannot read its checkpoint
                     if not self._far:
@@ -247,20 +255,18 @@ class Supervisor:
         with self._changed:
             return self._losses.all()
 
-    def agree(self, root: Node | None) -> Node | None:
-        """Return the schema of rows, or None if it is not set yet.
-
-        ``root``: the schema to set if none is set yet, or None to set nothing.
-        """
+    def agree(self, schema: Schema | None) -> Agreement:
+        """Return the schema of rows; set it to ``schema`` if none is set yet."""
         with self._changed:
-            if self._root is None:
-                self._root = root
-            return self._root
+            if self._agreed.schema is None:
+                self._agreed = self._agreed._replace(schema=schema)
+            return self._agreed
 
-    def replace(self, root: Node | None) -> None:
-        """Set another schema of rows, or None for an unknown schema."""
+    def replace(self, schema: Schema | None) -> Agreement:
+        """Set the schema of rows that are being loaded, or None if they have none."""
         with self._changed:
-            self._root = root
+            self._agreed = Agreement(self._agreed.loads + 1, schema)
+            return self._agreed
 
     def close(self) -> None:
         """End all shards; calls that wait for a rate limiter here raise RuntimeError."""
@@ -285,14 +291,10 @@ class SupervisorActor:
 
     async def start(self) -> list[RayShard]:
         """Start all shards and return them."""
-
-        def start(shard: int, incarnation: int) -> RayShard:
-            return RayShard.start(self._recipe, self._config, shard, incarnation)
-
-        def supervise() -> Supervisor:
-            return Supervisor(self._recipe.num_shards, start, self._limiter, far=True)
-
-        self._supervisor = await self._in_thread(supervise)
+        start = functools.partial(RayShard.start, self._recipe, self._config)
+        make = functools.partial(Supervisor, far=True)
+        count = self._recipe.num_shards
+        self._supervisor = await self._in_thread(make, count, start, self._limiter)
         if self._supervisor.pace is not None:
             self._desk = ActorPace(self._supervisor.pace, self._in_thread)
         return list(self._supervisor.shards)

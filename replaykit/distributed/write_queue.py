@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +72,7 @@ class WriteQueue:
         self._write = write
         self._rows, self._seconds = rows, seconds
         self._lock = threading.RLock()
-        self._root: Node | None = None
-        self._columns: dict[Path, list[torch.Tensor]] = {}
-        self._counts: list[int] = []
-        self._used = 0
-        self._reply: Reply | None = None
-        self._waiting: list[WriteResult] = []
-        self._timer: threading.Timer | None = None
+        self._unsent: _Unsent | None = None
         self._under_way: deque[tuple[Reply, list[WriteResult]]] = deque()
         self._failed: deque[Exception] = deque()
 
@@ -128,45 +123,32 @@ class WriteQueue:
         count = 1 if single else len(data)
         if not 0 < count < self._rows:
             return None
-        if self._counts and (root != self._root or self._used + count > self._rows):
+        unsent = self._unsent
+        if unsent is not None and (root != unsent.root or unsent.rows + count > self._rows):
             self.send()
-        if self._reply is None:
-            timer = threading.Timer(self._seconds, self._send_later)
+        if self._unsent is None:
+            timer = threading.Timer(self._seconds, self._send_all)
             timer.daemon = True
             timer.start()  # the timer's call waits for the lock
-            self._timer, self._reply = timer, Reply(send=self.send)
-        self._root = root
-        self._used += count
-        self._counts.append(0 if single else count)
-        for path, leaf in leaves.items():
-            copied = leaf.to("cpu", copy=True)
-            self._columns.setdefault(path, []).append(copied[None] if single else copied)
-        written = WriteResult(self._reply, len(self._waiting))
-        self._waiting.append(written)
-        if self._used == self._rows:
+            self._unsent = _Unsent(root, Reply(send=self.send), timer)
+        written = self._unsent.add(leaves, count, single=single)
+        if self._unsent.rows == self._rows:
             self.send()
         return written
 
     def send(self) -> None:
         """Send the unsent rows without waiting for an answer."""
         with deferred, self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            if self._reply is None or self._write is None or self._root is None:
+            unsent, self._unsent = self._unsent, None
+            if unsent is None or self._write is None:
                 return
-            reply, self._reply = self._reply, None
-            waiting, self._waiting = self._waiting, []
-            counts, columns, self._counts, self._columns = self._counts, self._columns, [], {}
-            used, self._used = self._used, 0
+            unsent.timer.cancel()
             try:
-                leaves = {path: torch.cat(column) for path, column in columns.items()}
-                rows = build(self._root, leaves, torch.Size([used]), None)
-                reply.ref = self._write(counts, pack(rows))
+                unsent.reply.ref = self._write(unsent.counts, pack(unsent.data()))
             except Exception as error:
-                reply.fail(error)
+                unsent.reply.store(None, error)
                 raise
-            self._under_way.append((reply, waiting))
+            self._under_way.append((unsent.reply, unsent.waiting))
 
     def flush(self, until: float | None = None, *, held_up: bool = True) -> None:
         """Send the unsent rows and wait until all writes are stored.
@@ -202,10 +184,7 @@ class WriteQueue:
         Returns:
             All errors that no caller has received, and the number of unanswered messages.
         """
-        try:
-            self.send()
-        except Exception as error:
-            self._store_error(error)
+        self._send_all()
         self._wait(0, until)
         with self._lock:
             failed, unanswered = list(self._failed), len(self._under_way)
@@ -271,12 +250,8 @@ class WriteQueue:
 
     def _unregister(self) -> None:
         """Remove the queue from `_PENDING` if it has no writes and no errors left."""
-        if self._reply is None and not self._under_way and not self._failed:
+        if self._unsent is None and not self._under_way and not self._failed:
             _PENDING.pop(id(self), None)
-
-    def _store_error(self, error: Exception) -> None:
-        with self._lock:
-            self._failed.append(error)
 
     def _raise_failed(self) -> None:
         """Raise the oldest error that no caller has received.
@@ -289,7 +264,7 @@ class WriteQueue:
         if error is not None:
             raise error
 
-    def _send_later(self) -> None:
+    def _send_all(self) -> None:
         """Send the unsent rows and store any error.
 
         The thread of a timer calls this method ``seconds`` after the first row.
@@ -297,7 +272,40 @@ class WriteQueue:
         try:
             self.send()
         except Exception as error:
-            self._store_error(error)
+            with self._lock:
+                self._failed.append(error)
+
+
+@dataclass
+class _Unsent:
+    """The rows of several writes that are sent in one message.
+
+    Attributes:
+        counts: the number of rows of each ``extend``, and 0 for each ``add``.
+    """
+
+    root: Node
+    reply: Reply
+    timer: threading.Timer
+    rows: int = 0
+    counts: list[int] = field(default_factory=list)
+    columns: dict[Path, list[torch.Tensor]] = field(default_factory=dict)
+    waiting: list[WriteResult] = field(default_factory=list)
+
+    def add(self, leaves: Mapping[Path, torch.Tensor], count: int, *, single: bool) -> WriteResult:
+        """Copy the rows of a write; return its future result."""
+        self.rows += count
+        self.counts.append(0 if single else count)
+        for path, leaf in leaves.items():
+            copied = leaf.to("cpu", copy=True)
+            self.columns.setdefault(path, []).append(copied[None] if single else copied)
+        self.waiting.append(WriteResult(self.reply, len(self.waiting)))
+        return self.waiting[-1]
+
+    def data(self) -> Any:
+        """Return all rows in their container."""
+        leaves = {path: torch.cat(column) for path, column in self.columns.items()}
+        return build(self.root, leaves, torch.Size([self.rows]), None)
 
 
 class WriteResult(RemoteResult):

@@ -12,8 +12,9 @@ import torch
 from replaykit._compat import TensorDict
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer.source import BufferSource, Readiness
-from replaykit.declared import Count, read_value
+from replaykit.declared import Count, Positive, read_value, require_kind
 from replaykit.errors import NotEnoughData, NotReady
+from replaykit.keywords import one_of
 from replaykit.mixture.member_parts import (
     MemberWeights,
     Ramp,
@@ -101,12 +102,6 @@ def _at(weights: Array, points: Array) -> Array:
     # weight.
     last = int(np.nonzero(weights)[0][-1])
     return np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), last)
-
-
-def require_any(weights: Array) -> None:
-    """Raise NotReady if no member has a positive weight."""
-    if not weights.any():
-        raise NotReady("no member of the ensemble can be drawn: none has rows and a weight")
 
 
 UNREADY = ("raise", "skip")
@@ -242,12 +237,7 @@ class SamplerEnsemble(Sampler):
         self._samplers = samplers
         self._sources: Sequence[Any] | None = None
         self._ended: frozenset[int] = frozenset()
-        for name, value, known in (
-            ("counts", counts, (None, *COUNTS)),
-            ("unready", unready, UNREADY),
-        ):
-            if value not in known:
-                raise ValueError(f"expected {name} as one of {known}, got {value!r}")
+        chosen_by = one_of("counts", COUNTS[0] if counts is None else counts, COUNTS)
         options = (p, counts, ramp, ready)
         if sample_from_all and (unready != "raise" or any(one is not None for one in options)):
             raise RuntimeError(
@@ -255,7 +245,7 @@ class SamplerEnsemble(Sampler):
                 "sample_from_all=True, which takes each once; got both"
             )
         self._sample_from_all = bool(sample_from_all)
-        self._counts, self._unready = counts or COUNTS[0], unready
+        self._counts, self._unready = chosen_by, one_of("unready", unready, UNREADY)
         self._parts: int | None = None
         self.num_buffer_sampled = num_buffer_sampled
         self.weights = MemberWeights(p, len(samplers), ramp, ready)
@@ -359,8 +349,8 @@ class SamplerEnsemble(Sampler):
 
     @num_buffer_sampled.setter
     def num_buffer_sampled(self, value: int | None) -> None:
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"expected num_buffer_sampled as an int of at least 1, got {value!r}")
+        if value is not None:
+            read_value(Positive, value, "num_buffer_sampled")
         if value is not None and self._sample_from_all and value != len(self):
             raise ValueError(
                 f"expected num_buffer_sampled={len(self)} with sample_from_all=True, got {value}"
@@ -411,8 +401,8 @@ class SamplerEnsemble(Sampler):
                 left = np.zeros(len(self))
                 left[ready] = 1.0 if weights is None else weights[ready]
                 weights, possible = left, ready
-        if weights is not None:
-            require_any(weights)
+        if weights is not None and not weights.any():
+            raise NotReady("no member of the ensemble can be drawn: none has rows and a weight")
         return weights, possible
 
     def can_choose(self, batch_size: int, members: Candidates) -> bool:
@@ -583,11 +573,9 @@ class SamplerEnsemble(Sampler):
         self.check_own_state(state_dict)
         for number, sampler in enumerate(self.samplers):
             state = state_dict[str(number)]
-            if isinstance(state, dict) and "_kind" in state and state["_kind"] != sampler.kind:
-                raise ValueError(
-                    f"member {number}: expected the state of a {sampler.kind!r} sampler, got "
-                    f"{state['_kind']!r}"
-                )
+            if isinstance(state, dict) and "_kind" in state:
+                with member_named(number):
+                    require_kind(state, sampler.kind, "sampler")
         for number, sampler in enumerate(self.samplers):
             sampler.load_state_dict(state_dict[str(number)])
         self.load_own_state(state_dict)

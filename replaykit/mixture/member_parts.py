@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from replaykit.errors import NotReady
 from replaykit.storages import Storage
 from replaykit.transforms import Compose
 from replaykit.writers import Writer
+
+if TYPE_CHECKING:
+    from replaykit.mixture.choosing import Candidates
 
 
 def chosen(index: Any, count: int, what: str) -> int | list[int]:
@@ -44,8 +47,6 @@ def chosen(index: Any, count: int, what: str) -> int | list[int]:
         raise TypeError(
             f"expected an int, slice, list or tensor of ints as the index of {what}, got {index!r}"
         )
-    if isinstance(index, (int, np.integer)):
-        return _member(int(index), count, what)
     numbers = index.cpu() if isinstance(index, torch.Tensor) else index
     array = np.asarray(numbers)
     if array.ndim > 1:
@@ -363,16 +364,6 @@ class Ramp:
         return np.clip(weights, np.minimum(start, final), np.maximum(start, final))
 
 
-class Members(Protocol):
-    """The members of an ensemble, as far as their weights depend on them."""
-
-    def size(self, member: int) -> int:
-        """Return the number of rows of a member."""
-
-    def stored(self, member: int, unit: str, rows: int) -> int:
-        """Return how many rows, episodes or windows a member has."""
-
-
 @dataclass(frozen=True)
 class _State:
     """The saved state. Its entries have defaults, because earlier releases did not save them."""
@@ -438,7 +429,7 @@ class MemberWeights:
         """True if the weights depend on the members' numbers of rows."""
         return self.timed or (isinstance(self.p, str) and self.p == SIZE)
 
-    def look(self, members: Members, rows: int) -> list[bool]:
+    def look(self, members: Candidates, rows: int) -> list[bool]:
         """Return which members have their minimums, and remember since which epoch.
 
         Args:
@@ -461,7 +452,7 @@ class MemberWeights:
         """The least count and its unit, for each member."""
         return self.ready or [(1, "rows")] * self.count
 
-    def at(self, members: Members, rows: int) -> Array | None:
+    def at(self, members: Candidates, rows: int) -> Array | None:
         """Return the weights of the next draw, float64 ``[members]``; None if all are equal.
 
         Raises:
@@ -488,7 +479,7 @@ class MemberWeights:
             raise NotReady(f"no member of the ensemble is ready: {self._missing(members, rows)}")
         return now
 
-    def _missing(self, members: Members, rows: int) -> str:
+    def _missing(self, members: Candidates, rows: int) -> str:
         return ", ".join(
             f"member {number} has {members.stored(number, unit, rows)} of {least} {unit}"
             for number, (least, unit) in enumerate(self.minimums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
@@ -13,7 +13,7 @@ import torch
 
 from replaykit._compat import is_tensordict
 from replaykit.buffer.components import as_chain
-from replaykit.buffer.draw import checked_batch_size, random_state, set_random_state
+from replaykit.buffer.draw import random_state, set_random_state, size_or_default
 from replaykit.buffer.prefetch import AheadBatch, Prefetcher
 from replaykit.buffer.source import (
     BufferSource,
@@ -268,13 +268,10 @@ class Mixture:
 
     def apart(self) -> Mixture:
         """Return a copy for a loader. Its draws do not change this mixture."""
-        sources = [source.apart() for source in self.sources]
-        return self.copy(sources, generator=None, pin_memory=False, depth=0, closed=False)
-
-    def copy(self, sources: Sequence[Source], **changes: Any) -> Mixture:
-        """Return a copy with other sources."""
         _ = self.chain
-        return replace(self, sources=list(sources), sampler=self.sampler.alone(), **changes)
+        sources, sampler = [source.apart() for source in self.sources], self.sampler.alone()
+        own: dict[str, Any] = {"generator": None, "pin_memory": False, "depth": 0, "closed": False}
+        return replace(self, sources=sources, sampler=sampler, **own)
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -287,13 +284,7 @@ class Mixture:
         """
         if self.closed:
             raise RuntimeError("this buffer was shut down")
-        if batch_size is not None:
-            return checked_batch_size(batch_size)
-        if self.batch_size is None:
-            raise RuntimeError(
-                "batch_size not specified: give it to the constructor or to sample()"
-            )
-        return self.batch_size
+        return size_or_default(batch_size, lambda: self.batch_size)
 
     def asked(
         self, size: int, until: float | None = None, *, everyone: bool = False

@@ -6,12 +6,11 @@ import contextlib
 import copy
 import functools
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from replaykit.buffer import ReplayBuffer
 from replaykit.buffer import state as buffer_state
@@ -26,7 +25,8 @@ from replaykit.checkpoint import (
     save_snapshot,
 )
 from replaykit.checkpoint.checkpoint_format import MANIFEST
-from replaykit.declared import Count, decode_state, read_value
+from replaykit.checkpoint.checkpoint_writer import exclusive
+from replaykit.declared import Count, decode_state, matching, read_value
 from replaykit.errors import CheckpointError
 from replaykit.filesystem import make_directory, remove_tree
 from replaykit.interrupts import deferred
@@ -355,8 +355,6 @@ _LOCK = ".elsewhere.lock"
 """The file lock that a save holds, so that it removes no folder of another save. The kernel
 releases it when its holder dies."""
 
-_TOKEN = re.compile("[0-9a-f]{32}")
-
 
 def _far_of(mixture: Mixture) -> dict[str, HandleSource]:
     """Return the remote members at any depth, by names like those of local members."""
@@ -375,11 +373,9 @@ def saved_remote(mixture: Mixture, path: str | os.PathLike[str]) -> Iterator[dic
     if not far:
         yield None
         return
-    from filelock import FileLock  # imported here, because it loads asyncio
-
     folder = Path(path).expanduser().absolute()
     make_directory(folder)
-    with FileLock(folder / _LOCK):
+    with exclusive(folder / _LOCK):
         token = uuid.uuid4().hex
         own = folder / REMOTE_PART / token
         try:
@@ -411,20 +407,27 @@ def _named(folder: Path) -> set[str]:
         return found
     for version in versions:
         with Checkpoint(folder, version) as saved:
-            if REMOTE_PART in saved:
-                found.add(_checked(saved.part(REMOTE_PART), folder)["save"])
+            found.add(_RemoteMembers.of(saved, folder).save)
     return found
 
 
-def _checked(part: Any, path: Any) -> dict[str, Any]:
-    if (
-        not isinstance(part, dict)
-        or not isinstance(part.get("members"), list)
-        or not isinstance(part.get("save"), str)
-        or not _TOKEN.fullmatch(part["save"])
-    ):
-        raise CheckpointError(f"the record of remote members in {path} is damaged: {part!r}")
-    return part
+@dataclass(frozen=True)
+class _RemoteMembers:
+    """The folder and the names of remote members in a checkpoint."""
+
+    save: Annotated[str, matching("[0-9a-f]{32}")]
+    members: list[str]
+
+    @classmethod
+    def of(cls, saved: Checkpoint, path: object) -> _RemoteMembers:
+        """Return those that a checkpoint names."""
+        if REMOTE_PART not in saved:
+            return cls("", [])
+        try:
+            where = f"the record of remote members in {path}"
+            return decode_state(cls, saved.part(REMOTE_PART), where)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
 
 def _remote_loads(
@@ -442,17 +445,15 @@ def _remote_loads(
         raise ValueError(
             f"expected mmap=False with remote members, which are loaded into memory: {[*far]}"
         )
-    part = {"save": "", "members": []}
-    if REMOTE_PART in saved:
-        part = _checked(saved.part(REMOTE_PART), path)
-    if part["members"] != sorted(far):
+    part = _RemoteMembers.of(saved, path)
+    if part.members != sorted(far):
         raise ValueError(
             f"expected the checkpoint of an ensemble with the remote members {sorted(far)}, got "
-            f"{part['members']} in {path}"
+            f"{part.members} in {path}"
         )
     calls: dict[str, tuple[HandleSource, str, Any]] = {}
     for name, member in far.items():
-        folder = Path(path).expanduser().absolute() / REMOTE_PART / str(part["save"]) / name
+        folder = Path(path).expanduser().absolute() / REMOTE_PART / part.save / name
         manifests = sorted(folder.rglob(MANIFEST))
         if not manifests:
             raise CheckpointError(f"{name}: expected {MANIFEST} in {folder}, found none")

@@ -9,6 +9,7 @@ import pytest
 
 from replaykit import RayReplayBufferClient, ReplayBuffer
 from replaykit.distributed.host import Host
+from replaykit.distributed.protocol import unpack
 
 __all__ = ["Actor", "Ray", "Untold", "client_of", "failing", "no_answer", "stand_in"]
 
@@ -85,7 +86,8 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any, **keywords: Any) -> Any:
-            self.called.append(args[0].__name__ if name == "apply" else name)
+            of_buffer = name == "call" and not isinstance(args[0], str)
+            self.called.append(unpack(args[0]).__name__ if of_buffer else name)
             if self.busy:
                 return no_answer
             try:

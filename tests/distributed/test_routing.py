@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,18 @@ def test_bad_updates_change_nothing(sharded: Any) -> None:
 
 
 def test_refused_write_keeps_the_order_of_shards(sharded: Any) -> None:
-    """Another client has agreed on other rows since this one asked."""
+    """Another client agrees on other rows after this one has asked."""
     rb = sharded(3)
     late = rb.client()
-    late._known_schema = lambda: None
-    rb.add(TensorDict({"x": torch.tensor(1)}))
+    supervisor = late._members.supervisor
+
+    def agree(root: Any) -> Any:
+        known = supervisor.agree(root)
+        if root is None:
+            rb.add(TensorDict({"x": torch.tensor(1)}))
+        return known
+
+    late._members.supervisor = SimpleNamespace(agree=agree)
     with pytest.raises(SchemaError):
         late.extend(TensorDict({"x": torch.rand(2)}, [2]))
     assert late.extend(TensorDict({"x": torch.arange(3)}, [3])).tolist() == [3, 1, 2]

@@ -27,6 +27,7 @@ from replaykit.distributed.protocol import BarrierBusy, pack, unpack
 from replaykit.distributed.requests import Reply
 from replaykit.distributed.shard_config import ByKey, ShardRecipe
 from replaykit.distributed.shard_server import ShardHolder
+from replaykit.distributed.shards import LocalShard
 from replaykit.distributed.write_queue import Barrier, KnownWrites, Stamp, missing_parts
 from replaykit.errors import CheckpointError, SchemaError
 from replaykit.sharding import ShardSilent
@@ -350,6 +351,41 @@ def test_handles_follow_a_load_of_rows_with_another_schema(sharded: Any, tmp_pat
     assert rb[:]["x"].tolist() == [1.0] * 7
 
 
+def test_restarted_shard_refuses_rows_of_the_schema_before_a_load(
+    sharded: Any, tmp_path: Path
+) -> None:
+    rb, saved = sharded(2, on_loss=lambda loss: None), sharded(2)
+    stale = rb.client(on_loss=lambda loss: None)
+    stale.extend({"x": torch.zeros(3, dtype=torch.float64)})  # the next row is for shard 1
+    saved.extend({"x": torch.ones(2)})
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    rb._members.shards[1].kill()
+    for count in (1, 2):
+        refuses(SchemaError, "expected float32", stale.extend, {"x": torch.zeros(count).double()})
+    stale.add({"x": torch.ones(())})
+    assert rb[:]["x"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("first", ["loader", "stale"])
+def test_handles_agree_on_a_schema_after_the_load_of_a_state_without_one(
+    sharded: Any, tmp_path: Path, first: str
+) -> None:
+    rb = sharded(2)
+    rb.dumps(tmp_path)
+    stale = rb.client()
+    stale.extend({"x": torch.zeros(2, dtype=torch.float64)})
+    rb.loads(tmp_path)
+    rows = {"loader": torch.ones(2), "stale": torch.ones(2, dtype=torch.float64)}
+    handles = {"loader": rb, "stale": stale}
+    handles.pop(first).extend({"x": rows[first][:1]})
+    ((other, handle),) = handles.items()
+    refuses(SchemaError, "expected float", handle.extend, {"x": rows[other]})
+    assert len(rb) == 1
+    handle.extend({"x": rows[first]})
+    assert rb[:]["x"].tolist() == [1.0] * 3
+
+
 def test_save_that_finds_the_first_shard_silent_delays_no_writes(
     sharded: Any, tmp_path: Path
 ) -> None:
@@ -397,23 +433,34 @@ def test_a_write_that_was_lost_is_waited_for_once(
     refuses(RuntimeError, "died during a save", rb.dumps, tmp_path)
 
 
-def test_a_death_in_the_last_step_of_a_load_says_that_others_have_loaded(
-    sharded: Any, tmp_path: Path
+@pytest.mark.parametrize("way", ["files", "state"])
+def test_load_is_repeated_once_if_a_shard_dies_in_its_last_step(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     rb = sharded(2, on_loss=lambda loss: None)
     rb.extend(numbered(0, 4))
     rb.dumps(tmp_path)
-    shard = rb._members.shards[1]
-    call = shard.call
+    state = rb.state_dict()
+    load = (
+        functools.partial(rb.loads, tmp_path)
+        if way == "files"
+        else functools.partial(rb.load_state_dict, state)
+    )
+    call, deaths = LocalShard.call, [1]
 
-    def deadly(verb: str, *args: Any) -> Any:
-        if verb == last:
+    def deadly(shard: LocalShard, verb: str, *args: Any) -> Any:
+        if verb == "commit_load" and shard.shard == 1 and deaths[0]:
+            deaths[0] -= 1
             shard.kill()
-        return call(verb, *args)
+        return call(shard, verb, *args)
 
-    shard.call, last = deadly, "commit_load"
-    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", rb.loads, tmp_path)
-    rb.loads(tmp_path)
+    monkeypatch.setattr(LocalShard, "call", deadly)
+    rb.extend(numbered(4, 4))
+    load()
+    assert sorted(rb[:]["x"].tolist()) == [0, 1, 2, 3]
+    deaths[0] = 2
+    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", load)
+    load()
     assert len(rb) == 4
 
 

@@ -267,6 +267,30 @@ def test_stored_rows_may_look_other_than_those_that_were_given(sharded: Any) -> 
     refuses(KeyError, "no column 'half'", other.update_if_present, patch=patch, **given)
 
 
+def test_patch_fits_the_rows_that_another_handle_has_loaded(sharded: Any, tmp_path: Path) -> None:
+    rb, saved = (sharded(2, writer=tracked) for _ in range(2))
+    other, asked = rb.client(), {"index": torch.arange(2), "generation": torch.zeros(2).long()}
+    rb.extend({"x": torch.zeros(2), "y": torch.zeros(2)})
+    assert other.update_if_present(patch={"x": torch.ones(2)}, **asked).updated.all()
+    saved.extend({"x": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2)})
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    refuses(
+        ValueError, "expected float64", other.update_if_present, patch={"x": torch.ones(2)}, **asked
+    )
+    refuses(KeyError, "no column 'y'", other.update_if_present, patch={"y": torch.ones(2)}, **asked)
+    patch = {"z": torch.ones(2), "x": torch.ones(2, dtype=torch.float64)}
+    assert other.update_if_present(patch=patch, **asked).updated.all()
+    assert rb[:]["z"].tolist() == rb[:]["x"].tolist() == [1.0, 1.0]
+
+
+def test_timeouts_that_are_too_long_for_threads_set_no_limit(sharded: Any) -> None:
+    rb = sharded(2, batch_size=2)
+    for timeout in (1e10, 1e300):
+        assert rb.extend_async(torch.zeros(2)).result(timeout) is not None
+        assert rb.sample_async().result(timeout).shape == rb.sample(timeout=timeout).shape
+
+
 def held_back() -> Any:
     return NStep(3, gamma=1.0, when="write")
 

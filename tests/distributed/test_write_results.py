@@ -15,7 +15,7 @@ class JustLate(Reply):
 
     def get(self, timeout: float | None = None) -> Any:
         if not self.known:
-            self.fail(ValueError("refused"))
+            self.store(None, ValueError("refused"))
             raise TimeoutError("no answer within 0 seconds")
         return super().get(timeout)
 
