@@ -214,7 +214,9 @@ class LazyMemmapStorage(LazyTensorStorage):
             rows = columns.rows if isinstance(columns, DedupColumns) else columns
             plan = RowFiles.of(folder, rows.schema, rows.slots, rows.lanes)
             names = [file.relative_to(folder) for file in plan.files.values()]
-            names += [FilePath(OVERFLOW)] if (folder / OVERFLOW).exists() else []
+            # Without ``dedup_next``, such a folder belongs to another storage.
+            if rows is not columns and (folder / OVERFLOW).exists():
+                names.append(FilePath(OVERFLOW))
         with _set_aside(folder, names) if folder and names else contextlib.nullcontext():
             try:
                 yield

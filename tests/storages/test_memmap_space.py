@@ -111,3 +111,25 @@ def test_a_failed_load_leaves_no_files(
     assert (len(rb), list(folder.iterdir())) == (0, [])
     rb.extend(rows("other"))
     assert rb["x"].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("resizes", [False, True])
+def test_values_that_another_storage_keeps_in_the_folder_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resizes: bool
+) -> None:
+    x, folder = torch.arange(6.0), tmp_path / "rows"
+    saved = ReplayBuffer(storage=LazyTensorStorage(9))
+    saved.extend(x)
+    saved.dumps(tmp_path / "saved")
+    once = LazyMemmapStorage(9, scratch_dir=folder, dedup_next=["x"], on_mismatch="dense")
+    ReplayBuffer(storage=once).extend(TensorDict({"x": x, "next": {"x": x + 2}}, [6]))
+    before = {file for file in folder.rglob("*") if file.is_file()}
+    rb = ReplayBuffer(storage=LazyMemmapStorage(9, scratch_dir=folder))
+    if resizes:
+        rb.extend(x)
+        rb.resize(20)
+    else:
+        monkeypatch.setattr(Columns, "fill", full)
+        refuses(OSError, "space", rb.loads, tmp_path / "saved")
+    made = {folder / "data.memmap"} if resizes else set()
+    assert {file for file in folder.rglob("*") if file.is_file()} - made == before
