@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -222,14 +223,20 @@ class H5Column:
         """The total number of records of the pieces."""
         return sum(piece.rows for piece in self.pieces)
 
+    @cached_property
+    def _starts(self) -> Array:
+        return np.cumsum([0, *(piece.rows for piece in self.pieces)])
+
     def read(self, start: int, stop: int) -> Array:
         """Return records of the column, which may be in several pieces."""
-        found, base = [], 0
-        for piece in self.pieces:
-            first, end = max(start - base, 0), min(stop - base, piece.rows)
-            if first < end:
-                found.append(self._read(piece, first, end))
-            base += piece.rows
+        found = []
+        number = int(np.searchsorted(self._starts, start, "right")) - 1
+        while start < stop:
+            piece, base = self.pieces[number], int(self._starts[number])
+            end = min(stop, base + piece.rows)
+            if end > start:
+                found.append(self._read(piece, start - base, end - base))
+            start, number = end, number + 1
         return np.concatenate(found) if found else np.empty((0, *self.shape), self.dtype)
 
     def episode(self, number: int, most: int) -> Array:

@@ -60,6 +60,18 @@ def test_facts_of_groups_equal_h5py_and_numpy(tmp_path, write_robomimic):
         )  # fmt: skip
 
 
+def test_a_read_visits_only_its_datasets(tmp_path, write_robomimic):
+    class Pieces(list):
+        def __iter__(self):
+            raise AssertionError("a column of many datasets is read in many blocks")
+
+    with opened(write_robomimic(tmp_path / "demo.hdf5")) as (_, table):
+        column = table.columns["data/demo_*/actions"]
+        every = column.read(0, 12)
+        column.pieces = Pieces(column.pieces)
+        np.testing.assert_array_equal(column.read(4, 9), every[4:9])
+
+
 def test_flat_arrays_are_cut_into_episodes(tmp_path, write_d4rl):
     path = write_d4rl(tmp_path / "flat.hdf5")
     with opened(path) as (facts, table), h5py.File(path) as file:
