@@ -473,11 +473,14 @@ def patch_rows(
     client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
 ) -> ConditionalUpdateResult:
     """Write values into rows; see ``ShardedClient.update_if_present``."""
-    if client._stored is not None:
-        with contextlib.suppress(KeyError, ValueError):  # after a load by another client
-            return _patched(client, index, generation, *patch)
+    known = client._stored
+    try:
+        return _patched(client, index, generation, *patch)
+    except (KeyError, ValueError):
         client._stored = None
-    return _patched(client, index, generation, *patch)
+        if known is None or _stored_schema(client).root == known.root:
+            raise
+    return _patched(client, index, generation, *patch)  # after a load by another client
 
 
 def _patched(
