@@ -19,8 +19,10 @@ Example:
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -112,16 +114,19 @@ def _drop_locks() -> None:
     _owners.clear()
 
 
-def acquire(lock: Any) -> None:
-    """Acquire a ``threading.Lock`` inside ``deferred``; wait without a time limit.
+def acquire(lock: Any, timeout: float | None = None) -> bool:
+    """Acquire a ``threading.Lock`` inside ``deferred``; return whether it is acquired in time.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed during the wait; the lock is not acquired.
     """
-    if lock.acquire(blocking=False):
-        return
-    while not lock.acquire(timeout=_POLL_S):
-        check()
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    acquired = bool(lock.acquire(blocking=False))
+    while not acquired and (left := until - time.monotonic()) > 0:
+        acquired = lock.acquire(timeout=min(left, _POLL_S))
+        if not acquired:
+            check()
+    return acquired
 
 
 def wait_for(changed: threading.Condition, predicate: Callable[[], bool]) -> None:

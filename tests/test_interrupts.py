@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,7 @@ from replaykit import (
     SliceSampler,
     TensorDictMaxValueWriter,
 )
+from replaykit.errors import RateLimiterTimeout
 from replaykit.interrupts import Lock
 from tests import effort
 from tests.conftest import fingerprint
@@ -388,6 +390,60 @@ def ensemble(folder: Path) -> ReplayBufferEnsemble:
     return ReplayBufferEnsemble(
         *members, batch_size=BATCH, generator=torch.Generator().manual_seed(5), sample_from_all=True
     )
+
+
+def test_interrupted_waits_for_a_write_do_not_delay_it() -> None:
+    with ShardedReplayBuffer(
+        num_shards=2,
+        storage=lambda: LazyTensorStorage(10),
+        batch_size=2,
+        rate_limiter=RateLimiter.queue(2),
+        backend="local",
+    ) as rb:
+        rb.extend(torch.zeros(2))
+        written = rb.extend_async(torch.ones(2))
+
+        def wait() -> None:
+            with contextlib.suppress(RateLimiterTimeout):
+                written.result(0.001)
+
+        _, steps = interrupted_at(None, wait, bytecodes=False)
+        for step in range(1, steps + 1):
+            interrupted_at(step, wait, bytecodes=False)
+        rb.sample()
+        assert written.result(10).tolist() == [2, 3]
+
+
+def test_interrupted_waits_for_a_sample_do_not_prevent_it() -> None:
+    with ShardedReplayBuffer(
+        num_shards=2,
+        storage=lambda: LazyTensorStorage(10),
+        batch_size=2,
+        rate_limiter=RateLimiter.queue(2),
+        backend="local",
+    ) as rb:
+        sampled = rb.sample_async()
+
+        def wait() -> None:
+            with contextlib.suppress(RateLimiterTimeout):
+                sampled.result(0.0)
+
+        for step in range(1, 200):
+            interrupted_at(step, wait, bytecodes=True)
+        rb.extend(torch.ones(2))
+        assert sampled.result(10).tolist() == [1.0, 1.0]
+
+
+def test_interrupted_asynchronous_writes_keep_the_order_of_shards() -> None:
+    with ShardedReplayBuffer(
+        num_shards=2, storage=lambda: LazyTensorStorage(5000), backend="local"
+    ) as rb:
+        rows = torch.zeros(3)
+        _, steps = interrupted_at(None, lambda: rb.extend_async(rows), bytecodes=False)
+        for step in range(1, steps + 1, 5):
+            interrupted_at(step, lambda: rb.extend_async(rows), bytecodes=False)
+            rb.flush()
+            assert rb.add(torch.zeros(())) == len(rb) - 1
 
 
 def test_batches_of_ensembles_come_in_order(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from replaykit._ray import ray_module
 from replaykit.distributed.protocol import Message, ShardSilent, unpack
 from replaykit.errors import ActorLost, RateLimiterTimeout
-from replaykit.interrupts import allowed
+from replaykit.interrupts import acquire, allowed, deferred
 from replaykit.pace import checked_timeout
 
 _MOST_ERRORS = 5
@@ -198,19 +198,20 @@ class JointReply(Reply, ABC):
         return self._settled(lambda: self._make(timeout), timeout)
 
     def _settled(self, make: Callable[[], Any], timeout: float | None) -> Any:
-        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError(f"no answer within {timeout:g} seconds")
-        try:
-            if not self._known:
-                try:
-                    self._value = make()
-                except (ShardSilent, RateLimiterTimeout):
-                    raise
-                except Exception as error:
-                    self._error = error
-                self._known = True
-        finally:
-            self._lock.release()
+        with deferred:
+            if not acquire(self._lock, timeout):
+                raise TimeoutError(f"no answer within {timeout:g} seconds")
+            try:
+                if not self._known:
+                    try:
+                        self._value = make()
+                    except (ShardSilent, RateLimiterTimeout):
+                        raise
+                    except Exception as error:
+                        self._error = error
+                    self._known = True
+            finally:
+                self._lock.release()
         return self._found()
 
     async def wait(self) -> Any:

@@ -76,11 +76,11 @@ def _save(client: ShardedClient, folder: Path) -> None:
         with _held(client, token) as dealt:
             facts = _all(client, "begin_save", [(token, target) for target in targets])
             pace = client._tickets.state()
+            common = _common_state(client, dealt)
         _all(client, "finish_save", [(token,)] * client.num_shards)
         for target in targets:
             if not Path(target, MANIFEST).exists():
                 raise CheckpointError(f"expected {MANIFEST} of a shard in {target}, found none")
-        common = _common_state(client, dealt)
         head = SavedHead(*common, token, [one.rows for one in facts], pace=pace)
         save_checkpoint(
             folder, {"sharded": encode_state(head)}, {"components": {"buffer": "sharded"}}
@@ -107,9 +107,12 @@ def _once_more(load: Callable[..., None]) -> Callable[..., None]:
         with deferred:
             try:
                 load(*args)
-            except _PartlyLoaded:
-                with shielded:
-                    load(*args)
+            except _PartlyLoaded as partly:
+                try:
+                    with shielded:
+                        load(*args)
+                except Exception as error:
+                    raise partly from error
 
     return loading
 
@@ -138,7 +141,7 @@ def _load(client: ShardedClient, folder: Path) -> None:
     sources = [str(own / _name(shard)) for shard in range(head.num_shards)]
     same = head.num_shards == client.num_shards and head.shard_key == _key(client)
     token = uuid.uuid4().hex
-    with _all_or_none(client):
+    with _all_or_none(client, token):
         found = _all(client, "prepare_load", [(token, sources, same)] * client.num_shards)
         rows, left_out = (sum(one[which] for one in found) for which in (0, 1))
         if rows < sum(head.rows):  # more if transforms held rows back
@@ -153,13 +156,13 @@ def _load(client: ShardedClient, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _all_or_none(client: ShardedClient) -> Iterator[None]:
+def _all_or_none(client: ShardedClient, token: str) -> Iterator[None]:
     """If the block fails, make all shards drop the rows that they have prepared."""
     try:
         yield
     except BaseException:
         with shielded:
-            _whatever_it_says(client, "drop_load")
+            _whatever_it_says(client, "drop_load", token)
         raise
 
 
@@ -167,6 +170,7 @@ def _commit(client: ShardedClient, token: str, head: ClientState, dealt: int) ->
     """Replace the rows of all shards by the prepared rows."""
     members = client._members
     with _held(client, token), shielded:  # Ctrl-C waits until all shards have changed
+        _all(client, "has_load", [(token,)] * client.num_shards)  # or nothing has changed
         schema = None if head.layout is None else Schema.from_json(head.layout)
         members.agreed = members.supervisor.replace(schema)  # first: successors ask for it
         try:
@@ -188,7 +192,8 @@ def state_of(client: ShardedClient) -> dict[str, Any]:
         shards = _all(client, "state", [(token,)] * client.num_shards)
         client._members.refresh(None, 0.0)
         pace = client._tickets.state()
-    return encode_state(ShardsState(*_common_state(client, dealt), shards, pace=pace))
+        common = _common_state(client, dealt)
+    return encode_state(ShardsState(*common, shards, pace=pace))
 
 
 def _common_state(client: ShardedClient, dealt: int) -> tuple[int, str | None, int, Any, Any]:
@@ -214,7 +219,7 @@ def load_state(client: ShardedClient, state: Any) -> None:
                 "loads() convert between them"
             )
     token = uuid.uuid4().hex
-    with deferred, _all_or_none(client):
+    with deferred, _all_or_none(client, token):
         _all(client, "prepare_state", [(token, shard) for shard in found.shards])
         _commit(client, token, found, found.dealt)
 

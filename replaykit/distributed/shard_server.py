@@ -277,10 +277,15 @@ class ShardHolder:
         buffer.load_state_dict(state)
         self._loaded = token, buffer
 
-    def commit_load(self, token: str, loads: int) -> ShardFacts:
-        """Replace the rows of the shard by the rows of the second buffer, in this load of all."""
+    def has_load(self, token: str) -> None:
+        """Raise RuntimeError if the shard was restarted, or another client has prepared a load."""
         if self._loaded is None or self._loaded[0] != token:
             raise RuntimeError("expected a prepared load, got none")
+
+    def commit_load(self, token: str, loads: int) -> ShardFacts:
+        """Replace the rows of the shard by the rows of the second buffer, in this load of all."""
+        self.has_load(token)
+        assert self._loaded is not None
         _, buffer = self._loaded
         old = self.buffer
         with old._locked() as storage:
@@ -296,9 +301,10 @@ class ShardHolder:
         self.save_if_due()
         return self.facts()
 
-    def drop_load(self) -> None:
-        """Drop the second buffer."""
-        self._loaded = None
+    def drop_load(self, token: str) -> None:
+        """Drop the second buffer of this load."""
+        if self._loaded is not None and self._loaded[0] == token:
+            self._loaded = None
 
     def close(self) -> None:
         """Wait for saves under way, and shut the buffer down."""
@@ -325,6 +331,8 @@ class ShardHolder:
                     raise BarrierBusy("all shards are being saved or loaded; send the write again")
                 try:
                     known = (write(storage),)
+                except SchemaReplaced:  # not recorded, since the client sends the part again
+                    raise
                 except Exception:
                     self.barrier.refused(stamp)
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 import uuid
@@ -40,7 +41,7 @@ from replaykit.distributed.requests import RemoteResult, Reply
 from replaykit.distributed.shard_config import check_stored, positions_of
 from replaykit.distributed.write_queue import Stamp
 from replaykit.errors import RateLimiterTimeout, SchemaError
-from replaykit.interrupts import allowed, deferred, shielded
+from replaykit.interrupts import check, deferred, shielded
 from replaykit.pace import INSERT
 from replaykit.schema import Rows, Schema, split_leaves
 from replaykit.ted import format_key, unravel
@@ -162,10 +163,15 @@ class Writes:
 
 
 _POLL_S = 0.005
+_INTERRUPT_S = 0.05
+"""Seconds between checks for Ctrl-C while a caller waits for an asynchronous write."""
 
 
 class Delivery(Reply):
-    """The future answer to a write that a thread sends to the shards."""
+    """The future answer to a write that a thread sends to the shards.
+
+    All calls of the future defer Ctrl-C, which could leave it locked for that thread.
+    """
 
     def __init__(self, future: Future[Any], *, paced: bool) -> None:
         super().__init__()
@@ -173,11 +179,13 @@ class Delivery(Reply):
 
     @property
     def known(self) -> bool:
-        return self._future.done()
+        with deferred:
+            return self._future.done()
 
     @property
     def error(self) -> BaseException | None:
-        return self._future.exception() if self.known else None
+        with deferred:
+            return self._future.exception() if self._future.done() else None
 
     def is_ready(self) -> bool:
         """Return whether ``get`` would not wait."""
@@ -185,16 +193,20 @@ class Delivery(Reply):
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the answer; raise RateLimiterTimeout or ShardSilent if it is late."""
-        with allowed:  # a write may wait for the caller's samples
-            ended = wait((self._future,), timeout).done
-        if not ended:
-            if self._paced:
-                raise RateLimiterTimeout(
-                    f"the rows have not been written within {timeout or 0:g} s; they may still "
-                    "wait for samples"
-                )
-            raise ShardSilent(f"the rows have not been written within {timeout or 0:g} s")
-        return self._future.result()
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with deferred:
+            while not self._future.done():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                wait((self._future,), min(left, _INTERRUPT_S))
+                check()
+            else:
+                return self._future.result()
+        late = f"the rows have not been written within {timeout or 0:g} s"
+        if self._paced:
+            raise RateLimiterTimeout(f"{late}; they may still wait for samples")
+        raise ShardSilent(late)
 
     async def wait(self) -> Any:
         """Return the answer to a coroutine."""
@@ -275,7 +287,7 @@ def send_rows(
     if not count:
         return in_thread(client, lambda: made(_NOTHING))
     tickets.check_insert(count)
-    written = _dealt(client, rows, priorities, _agreed(client, rows))
+    agreed = _agreed(client, rows)
 
     def deliver() -> Any:
         with tickets.ticket(INSERT, None) as ticket:
@@ -289,7 +301,9 @@ def send_rows(
                     write_queue.held_up = False
             return made(written())
 
-    return in_thread(client, deliver, paced=tickets.keeper is not None)
+    with deferred:
+        written = _dealt(client, rows, priorities, agreed)
+        return in_thread(client, deliver, paced=tickets.keeper is not None)
 
 
 def in_thread(
@@ -473,11 +487,14 @@ def patch_rows(
     client: ShardedClient, index: torch.Tensor, generation: torch.Tensor, *patch: Any
 ) -> ConditionalUpdateResult:
     """Write values into rows; see ``ShardedClient.update_if_present``."""
-    if client._stored is not None:
-        with contextlib.suppress(KeyError, ValueError):  # after a load by another client
-            return _patched(client, index, generation, *patch)
+    known = client._stored
+    try:
+        return _patched(client, index, generation, *patch)
+    except (KeyError, ValueError):
         client._stored = None
-    return _patched(client, index, generation, *patch)
+        if known is None or _stored_schema(client).root == known.root:
+            raise
+    return _patched(client, index, generation, *patch)  # after a load by another client
 
 
 def _patched(

@@ -790,8 +790,9 @@ class ShardedClient(Handle[DataT]):
             FileNotFoundError: there is no checkpoint.
             CheckpointError: the checkpoint is damaged.
             ValueError: keys, the kind of sampler or the ``shard_key`` differ.
+            RuntimeError: a shard died, or another client loaded rows at the same time.
             After any of these errors, nothing has changed.
-            RuntimeError: shards died in the last step, and again in a second try. The other shards
+            RuntimeError: shards died in the last step, and a second try failed. The other shards
                 have loaded their rows; load again.
         """
         self._before_a_write()

@@ -386,6 +386,136 @@ def test_handles_agree_on_a_schema_after_the_load_of_a_state_without_one(
     assert rb[:]["x"].tolist() == [1.0] * 3
 
 
+def before_calls(monkeypatch: pytest.MonkeyPatch, act: Callable[[LocalShard, str], None]) -> None:
+    """Call a function before each message to a shard that it has not sent itself."""
+    call, inside = LocalShard.call, threading.local()
+
+    def acting(shard: LocalShard, verb: str, *args: Any) -> Any:
+        if not getattr(inside, "now", False):
+            inside.now = True
+            try:
+                act(shard, verb)
+            finally:
+                inside.now = False
+        return call(shard, verb, *args)
+
+    monkeypatch.setattr(LocalShard, "call", acting)
+
+
+def test_save_has_all_parts_of_a_write_that_was_sent_again_after_a_load(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb, asked = sharded(2), []
+    stale = rb.client()
+    stale.extend(numbered(0, 2))
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    saver = threading.Thread(target=rb.dumps, args=(tmp_path,))
+
+    def act(shard: LocalShard, verb: str) -> None:
+        if verb == "extend" and shard.shard == 1:
+            asked.append(shard)
+            if len(asked) == 2:
+                saver.start()
+                wait_until(lambda: shard.holder.barrier.frozen)
+
+    before_calls(monkeypatch, act)
+    stale.extend(numbered(2, 2))
+    saver.join()
+    rb.loads(tmp_path)
+    assert sorted(rb[:]["x"].tolist()) in ([0, 1], [0, 1, 2, 3])
+
+
+def test_save_has_the_schema_of_its_rows_if_others_are_loaded_meanwhile(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb, saved = sharded(2), sharded(2)
+    ones = TensorDict({"x": torch.ones(2)}, [2])
+    saved.extend(ones.double())
+    other, state = rb.client(), saved.state_dict()
+    rb.extend(ones)
+
+    def act(shard: LocalShard, verb: str) -> None:
+        if verb == "finish_save" and shard.shard == 0:
+            other.load_state_dict(state)
+
+    before_calls(monkeypatch, act)
+    rb.dumps(tmp_path)
+    monkeypatch.undo()
+    rb.loads(tmp_path)
+    rb.extend(ones)
+    assert rb[:]["x"].tolist() == [1.0] * 4
+
+
+def test_load_that_another_load_has_replaced_changes_nothing(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb, wide, narrow = (sharded(2) for _ in range(3))
+    ones = TensorDict({"x": torch.ones(2)}, [2])
+    wide.extend(ones.double())
+    narrow.extend(ones)
+    other, state, wide_state = rb.client(), narrow.state_dict(), wide.state_dict()
+
+    def act(shard: LocalShard, verb: str) -> None:
+        if verb == "freeze" and shard.shard == 0:
+            other.load_state_dict(state)
+
+    before_calls(monkeypatch, act)
+    refuses(RuntimeError, "prepared load", rb.load_state_dict, wide_state)
+    monkeypatch.undo()
+    rb.extend(ones)
+    assert rb[:]["x"].tolist() == [1.0] * 4
+
+
+def test_failed_load_keeps_the_rows_that_another_load_has_prepared(
+    sharded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = sharded(2)
+    rb.extend(numbered(0, 2))
+    other, state = rb.client(), rb.state_dict()
+    prepared, failed = threading.Event(), threading.Event()
+
+    def load() -> None:
+        other.load_state_dict(state)
+
+    def act(shard: LocalShard, verb: str) -> None:
+        if verb == "freeze" and shard.shard == 0:
+            if threading.current_thread() is threading.main_thread():
+                loader.start()
+                assert prepared.wait(10)
+            else:
+                prepared.set()
+                assert failed.wait(10)
+
+    before_calls(monkeypatch, act)
+    errors: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda found: errors.append(found.exc_value))
+    loader = threading.Thread(target=load)
+    refuses(RuntimeError, "prepared load", rb.load_state_dict, state)
+    failed.set()
+    loader.join()
+    assert not errors
+
+
+def test_load_whose_repetition_fails_says_that_others_have_loaded(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rb = sharded(2, on_loss=lambda loss: None)
+    rb.extend(numbered(0, 4))
+    rb.dumps(tmp_path)
+    deadly = ["prepare_load", "commit_load"]
+
+    def act(shard: LocalShard, verb: str) -> None:
+        if shard.shard == 1 and deadly and verb == deadly[-1]:
+            deadly.pop()
+            shard.kill()
+
+    before_calls(monkeypatch, act)
+    refuses(RuntimeError, "shard 1 died .*the other shards have loaded", rb.loads, tmp_path)
+    rb.loads(tmp_path)
+    assert len(rb) == 4
+
+
 def test_save_that_finds_the_first_shard_silent_delays_no_writes(
     sharded: Any, tmp_path: Path
 ) -> None:

@@ -284,6 +284,20 @@ def test_patch_fits_the_rows_that_another_handle_has_loaded(sharded: Any, tmp_pa
     assert rb[:]["z"].tolist() == rb[:]["x"].tolist() == [1.0, 1.0]
 
 
+def test_patch_raises_the_error_of_on_loss(sharded: Any) -> None:
+    def on_loss(loss: Any) -> None:
+        raise KeyError("lost")
+
+    rb = sharded(2, writer=tracked)
+    rb.extend({"x": torch.zeros(2)})
+    other, asked = rb.client(on_loss=on_loss), {"index": torch.tensor([0])}
+    asked |= {"generation": torch.tensor([0]), "patch": {"x": torch.ones(1)}}
+    assert other.update_if_present(**asked).updated.all()
+    other._members.shards[1].kill()
+    assert len(other) == 1
+    refuses(KeyError, "lost", other.update_if_present, **asked)
+
+
 def test_timeouts_that_are_too_long_for_threads_set_no_limit(sharded: Any) -> None:
     rb = sharded(2, batch_size=2)
     for timeout in (1e10, 1e300):
