@@ -29,6 +29,7 @@ from replaykit.episodes.streams import (
     known_heads,
     stream_keys,
 )
+from replaykit.transfer import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -360,6 +361,7 @@ class EpisodeIndex:
         self, leaves: Mapping[Path, torch.Tensor], slots: Array, row_ids: Array, **more: Any
     ) -> None:
         """Index rows of a batch, with cuts and heads as for ``_append_stored``."""
+        leaves = {path: as_plain(leaf) for path, leaf in leaves.items()}
         source = self._reader.copied(leaves, len(slots))
         if self.key is None:
             self._streams.append_columns(source, 0, len(slots), None, None)

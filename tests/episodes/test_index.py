@@ -223,3 +223,20 @@ def test_rows_on_a_device_are_indexed_before_they_are_overwritten(
     monkeypatch.setattr(ColumnReader, "waits", True)
     monkeypatch.setattr(Rows, "on_cpu", lambda self: False)
     assert found() == expected
+
+
+@pytest.mark.parametrize("lane_key", [None, "env"])
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("count", [3, 9])
+def test_lazy_zeros_end_no_episode(
+    lane_key: str | None, away: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no memory, from which the index of a batch could read them."""
+    if away:
+        monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
+        monkeypatch.setattr(ColumnReader, "waits", True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, lane_key=lane_key))
+    for rows, zeros in ((2, torch.zeros), (count, torch._efficientzerotensor)):
+        env, done = zeros((rows,), dtype=torch.int64), zeros((rows,), dtype=torch.bool)
+        rb.extend(TensorDict({"env": env, "done": done}, [rows]))
+    assert rb.episodes.lengths.tolist() == [4]
