@@ -577,9 +577,6 @@ class MatchedRows(Rows):
             given = [leaf.view(self.batch + leaf.shape[dims:]) for leaf in given]
         return dict(zip(self.matcher.paths, given, strict=True))
 
-    def on_cpu(self) -> bool:
-        return True
-
     def whole_episode(self, lane_key: Path | None) -> int | None:
         """Return the identity of rows that are one episode, with a flag at its end only.
 

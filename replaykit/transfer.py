@@ -118,6 +118,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a contiguous copy if it is not plain (`is_plain`)."""
+    if is_plain(tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor.detach())  # the result may be of the tensor's subclass
+    return plain
+
+
 def pieces_of(tensors: list[torch.Tensor]) -> list[Piece]:
     """Return the memories of tensors, each with the tensors that are views of it.
 

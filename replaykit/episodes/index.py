@@ -29,6 +29,7 @@ from replaykit.episodes.streams import (
     known_heads,
     stream_keys,
 )
+from replaykit.transfer import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,9 +168,12 @@ class EpisodeIndex:
     def indexed_until(self) -> int:
         """Row id of the next row to index; before a rebuild, row id of the oldest row."""
         ledger = self._storage.ledger
-        if self._edited or ledger.changes != self._changes:
-            return ledger.next_position - ledger.length
-        return self._noted
+        return ledger.next_position - ledger.length if self._is_outdated else self._noted
+
+    @property
+    def _is_outdated(self) -> bool:
+        """True if the index has to read all stored rows again."""
+        return self._edited or self._storage.ledger.changes != self._changes
 
     # -- following writes -----------------------------------------------------------------------
 
@@ -182,21 +186,21 @@ class EpisodeIndex:
     def append(self, rows: Rows) -> None:
         """Follow a write of rows at the cursor; index these rows now or later."""
         behind, most = self._storage.ledger.next_position - self._noted, 1
-        if not self._reader.in_place:
-            # A read of stored rows waits until the earlier work of their device has ended.
+        if self._reader.waits:
             if behind == len(rows) <= self.slots and rows.on_cpu():
                 self.append_rows(rows)
                 return
             most = self.slots // _PARTS
         elif self.key is not None:
             most = _BEHIND
-        if behind >= most or not self._noted or self.slots < _LEAST:
+        may_wait = self._noted and self.slots >= _LEAST and not self._is_outdated
+        if behind >= most or not may_wait:
             self.sync()
 
     def sync(self) -> None:
         """Index all rows written since the last call. Cost: O(rows written)."""
         ledger = self._storage.ledger
-        if ledger.changes != self._changes or self._edited:
+        if self._is_outdated:
             self._rebuild()
             return
         behind = ledger.next_position - self._noted
@@ -245,8 +249,7 @@ class EpisodeIndex:
         oldest row of the stream.
         """
         ledger, count = self._storage.ledger, len(rows)
-        plain = ledger.changes == self._changes and not self._edited
-        if not plain or ledger.next_position - self._noted != count:
+        if self._is_outdated or ledger.next_position - self._noted != count:
             self._rebuild()
             return
         row_ids, first = np.arange(self._noted, self._noted + count), int(slots[0])
@@ -358,6 +361,7 @@ class EpisodeIndex:
         self, leaves: Mapping[Path, torch.Tensor], slots: Array, row_ids: Array, **more: Any
     ) -> None:
         """Index rows of a batch, with cuts and heads as for ``_append_stored``."""
+        leaves = {path: as_plain(leaf) for path, leaf in leaves.items()}
         source = self._reader.copied(leaves, len(slots))
         if self.key is None:
             self._streams.append_columns(source, 0, len(slots), None, None)

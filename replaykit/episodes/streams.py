@@ -83,9 +83,10 @@ class ColumnReader:
         self._read_addresses()
 
     @property
-    def in_place(self) -> bool:
-        """True if the core reads the stored columns, False if it reads copies."""
-        return self._source is not None
+    def waits(self) -> bool:
+        """True if a read of rows waits until the earlier work of their device has ended."""
+        paths = self._bound.paths
+        return self._source is None and not all(self._columns[path].is_cpu for path in paths)
 
     def stored(self, first: int, until: int) -> tuple[Any, int]:
         """Return columns for the core with the rows of slots ``[first, until)``.

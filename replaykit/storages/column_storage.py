@@ -104,7 +104,7 @@ class ColumnStorage(ColumnReads):
 
     def write_ring(self, first: int, rows: Rows, skipped: int) -> None:
         count = rows.batch[0]
-        large = self.lane_key is not None and 2 * count > self.ledger.slots
+        large = 2 * count > self.ledger.slots  # and may overwrite rows that wait for the indexes
         indexes = self.indexes
         behind = indexes.seen != self.ledger.log.number and indexes.pending()
         if large or behind or indexes.loaded:

@@ -225,7 +225,7 @@ class Columns:
 
         A device copies small leaves of few rows to the CPU, in one copy. Other parts are views.
         """
-        found = {path: self.tensors[path][first:until] for path in paths}
+        found = {path: self[path][first:until] for path in paths}
         layout = self.layout
         records = None if self.records is None else self.records[first:until]
         if layout is None or records is None or records.is_cpu or records.nbytes > _MOST_READ:

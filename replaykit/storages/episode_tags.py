@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal, cast
@@ -599,6 +599,10 @@ class _SavedColumns:
 
     def __getitem__(self, path: Path) -> torch.Tensor:
         return self._leaves[path]
+
+    def parts(self, paths: Iterable[Path], first: int, until: int) -> dict[Path, torch.Tensor]:
+        """Return the slots ``[first, until)`` of some columns."""
+        return {path: self._leaves[path][first:until] for path in paths}
 
     def refresh_addresses(self) -> None:
         """Do nothing, because no other code has this memory, so it cannot move."""

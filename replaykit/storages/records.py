@@ -17,7 +17,7 @@ from replaykit._compat import dtype_by_name, dtype_name
 from replaykit.checkpoint import RowChunks
 from replaykit.schema import Schema
 from replaykit.structure import Path
-from replaykit.transfer import REUSED_FROM, BatchMemory, is_plain
+from replaykit.transfer import REUSED_FROM, BatchMemory, as_plain
 
 
 def runs_of(slots: torch.Tensor) -> list[tuple[int, int, int]] | None:
@@ -124,12 +124,7 @@ class RecordLayout:
         """
         some = next(iter(self.offsets))
         batch = leaves[some].shape[: leaves[some].ndim - len(self._shapes[some])]
-        rows, plain = batch.numel(), []
-        for path in self.offsets:
-            leaf = leaves[path]
-            if not is_plain(leaf):
-                leaf = torch.empty_like(leaf, memory_format=torch.contiguous_format).copy_(leaf)
-            plain.append(leaf.contiguous())
+        rows, plain = batch.numel(), [as_plain(leaves[path]).contiguous() for path in self.offsets]
         shape, device, sizes = (rows, self.stride), plain[0].device, [*self.sizes.values()]
         block = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
         if block.is_cpu:

@@ -276,12 +276,9 @@ class NativeRows:
         if rows.dtype is not torch.int64 or not rows.is_cpu or not rows.is_contiguous():
             rows = rows.to("cpu", torch.int64).contiguous()
         plain = [sources[path].contiguous() for path in self.columns]
-        if not all(leaf.is_cpu for leaf in plain):
+        if any(not leaf.is_cpu or leaf._is_zerotensor() for leaf in plain):
             return False
         addresses = [leaf.data_ptr() for leaf in plain]
-        # Neither tensors without elements nor lazy zeros (ZeroTensor) have an address.
-        if any(leaf.numel() for leaf, address in zip(plain, addresses, strict=True) if not address):
-            return False
         threads = torch.get_num_threads() if len(rows) * self._row_bytes >= _THREADS_FROM else 1
         self._leaves.scatter(rows.data_ptr(), len(rows), addresses, self.leaf_sizes, threads)
         return True
@@ -361,7 +358,7 @@ def scatter(
             continue
         for first, start, stop in runs:
             rows = source if len(runs) == 1 else source[start:stop]
-            target[first : first + stop - start].copy_(rows, non_blocking=source is block)
+            target[first : first + stop - start].copy_(rows, non_blocking=target.is_cuda)
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from replaykit import LazyTensorStorage, ReplayBuffer
 from replaykit.episodes import EpisodeIndex, Head
 from replaykit.episodes.streams import ColumnReader
+from replaykit.schema import Rows
 
 PLAIN = dict.fromkeys(("terminated", "truncated", "done", "episode"), 0) | {"is_init": 1}
 
@@ -172,3 +173,70 @@ def test_beginnings_outlive_a_rebuild_that_failed(
                 _ = rb.storage.episodes
     after = rb.episodes.ids.tolist(), rb.episodes.begins.tolist(), rb.episodes.heads.tolist()
     assert after == before
+
+
+@pytest.mark.filterwarnings("ignore:.*left out:UserWarning")
+def test_flags_that_the_core_cannot_read_in_place_are_copied_from_the_stored_rows() -> None:
+    """A write of rows of the buffer itself changes the values that the batch shows."""
+
+    def lengths(dtype: torch.dtype) -> list[list[int]]:
+        rb = new_buffer(8)
+        done = torch.tensor([0, 0, 1, 0, 0, 1, 0, 0, 0, 0]).to(dtype)
+        found = []
+        rb.extend(TensorDict({"next": {"done": done}}, [10]))
+        for change in (lambda: rb.extend(rb.storage[1:4]), lambda: rb.resize(5)):
+            change()
+            found.append(rb.episodes.lengths.tolist())
+        return found
+
+    assert lengths(torch.uint16) == lengths(torch.bool) == [[1, 6, 1], [4, 1]]
+
+
+def test_rows_on_a_device_are_indexed_before_they_are_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their index may wait for more rows, but finds the same episodes."""
+    monkeypatch.setattr("replaykit.episodes.index._LEAST", 8)
+    monkeypatch.setattr("replaykit.episodes.index._PARTS", 2)
+
+    def rows(count: int) -> TensorDict:
+        return TensorDict({"done": torch.zeros(count, dtype=torch.bool)}, [count])
+
+    def found() -> list[Any]:
+        first, second = new_buffer(16), new_buffer(16)
+        first.extend(rows(16))
+        first.cut()
+        first.extend(rows(3))  # the first rows of an episode
+        first.extend(rows(16))
+        second.extend(rows(15))
+        second.cut()
+        second.extend(rows(3))  # an episode in the last slot and the first two
+        second.storage.set(13, rows(1)[0])
+        for _ in range(2):  # up to the last slot
+            second.extend(rows(1))
+        return [(rb.episodes.ids.tolist(), rb.episodes.heads.tolist()) for rb in (first, second)]
+
+    expected = found()
+    assert expected[0] == ([16], [Head.EVICTED])
+    assert (expected[1][0][0], expected[1][1][0]) == (15, Head.EVICTED)
+    monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
+    monkeypatch.setattr(ColumnReader, "waits", True)
+    monkeypatch.setattr(Rows, "on_cpu", lambda self: False)
+    assert found() == expected
+
+
+@pytest.mark.parametrize("lane_key", [None, "env"])
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("count", [3, 9])
+def test_lazy_zeros_end_no_episode(
+    lane_key: str | None, away: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no memory, from which the index of a batch could read them."""
+    if away:
+        monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
+        monkeypatch.setattr(ColumnReader, "waits", True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, lane_key=lane_key))
+    for rows, zeros in ((2, torch.zeros), (count, torch._efficientzerotensor)):
+        env, done = zeros((rows,), dtype=torch.int64), zeros((rows,), dtype=torch.bool)
+        rb.extend(TensorDict({"env": env, "done": done}, [rows]))
+    assert rb.episodes.lengths.tolist() == [4]

@@ -347,6 +347,7 @@ def test_index_equals_a_scan_of_the_rows(
         monkeypatch.setattr("replaykit.episodes.index._PARTS", 2)
     if away:  # as on a device, to which some rows come from the CPU
         monkeypatch.setattr(ColumnReader, "_read_addresses", lambda self: None)
+        monkeypatch.setattr(ColumnReader, "waits", True)
         monkeypatch.setattr(Rows, "on_cpu", lambda self: len(self) % 3 == 1)
     monkeypatch.setattr("replaykit.episodes.index._BLOCK", 3)
     kinds = ["extend"] * 8 + ["add", "add", "cut", "cut one", "empty", "edit", "load", "state"]

@@ -334,3 +334,30 @@ def test_torch_writes_values_of_all_kinds(
             assert torch.equal(stored, carried(leaf)), key
         leaves = {(key,): leaf for key, leaf in rows.items()}
         rb.storage.require().scatter(slots[mixed], leaves, slice(None))
+
+
+class Wrapped(torch.Tensor):
+    """Values in another tensor; so the address of this one is not theirs."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        found = func(*plain, **(kwargs or {}))
+        wraps = isinstance(found, torch.Tensor) and isinstance(args[0], Wrapped)
+        return Wrapped(found) if wraps else found
+
+
+def test_tensors_without_memory_are_packed_by_their_values() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(4))
+    rb.extend(TensorDict({"x": torch.zeros(4), "y": torch.zeros(4)}, [4]))
+    rb.storage.require()._native = None  # type: ignore[union-attr]
+    rb.extend(TensorDict({"x": Wrapped(torch.arange(3.0)), "y": torch.ones(3)}, [3]))
+    assert rb["x"].tolist() == [0.0, 1.0, 2.0, 0.0]

@@ -57,6 +57,7 @@ def test_scattered_rows_match_their_runs(columns, rows, asked):
         selected = torch.arange(30)[index]
         same(columns.view(30, index), rows, selected)
     same({("wide",): columns.column(("wide",), 11)}, rows, torch.arange(11))
+    same(columns.parts([("depth",)], 3, 9), rows, torch.arange(3, 9))
     with pytest.raises(IndexError, match=r"expected rows in \[0, 12\), got 39"):
         columns.gather(at, 12)
 
