@@ -244,6 +244,7 @@ class Changes:
         exposed: whether a caller in this process may write without a mark.
         frozen: the saves in progress.
         saves: the rows of the last saves that this process has published, by the name of the save.
+        last_write: the CUDA stream of the last write to a device, and the event at its end.
         reads: the gathers that run without the lock, for which each write waits; None if there are
             none.
 
@@ -290,6 +291,7 @@ class Changes:
         self.frozen: list[FrozenRows] = []
         self.saves: dict[str, RowsAtSave] = {}
         self.reads: Any = None
+        self.last_write: tuple[Any, Any] | None = None
 
     @property
     def now(self) -> int:

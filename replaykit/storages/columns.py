@@ -204,6 +204,11 @@ class Columns:
             self.moves += 1
             if self._native is not None:
                 self._native.point()
+        if self.changes.last_write is not None:  # other streams of the device wait for its end
+            stream, event = self.changes.last_write
+            current = torch.cuda.current_stream(self.device)
+            if current != stream:
+                current.wait_event(event)
 
     @property
     def native(self) -> bool:
@@ -372,6 +377,10 @@ class Columns:
         except KeyboardInterrupt:
             row_kernels.scatter(self, slots, runs, sources, block)
             raise
+        finally:
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device)
+                self.changes.last_write = stream, stream.record_event()
 
     def _packed(self, sources: dict[Path, torch.Tensor]) -> torch.Tensor | None:
         """Return records of the small leaves of few rows, and remove these leaves from ``sources``.

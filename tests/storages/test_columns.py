@@ -298,6 +298,19 @@ def test_a_write_does_not_wait_for_the_device(make_rows: Any, prioritized: bool)
     assert (rb[:].cpu() == expected).all()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no second device on this machine")
+def test_a_sample_in_another_stream_has_the_written_rows(make_rows: Any) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(100, device="cuda"), batch_size=50)
+    rb.extend(make_rows(0, 100))
+    side = torch.cuda.Stream()
+    for turn in range(1, 20):
+        torch.cuda._sleep(10_000_000)  # the write begins later
+        rb.extend(make_rows(100 * turn, 100))
+        with torch.cuda.stream(side):
+            assert (rb.sample()["id"] >= 100 * turn).all()
+
+
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize("count", [1, 40])
 @pytest.mark.parametrize("packed", [True, False])
