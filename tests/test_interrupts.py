@@ -395,14 +395,19 @@ def ensemble(folder: Path) -> ReplayBufferEnsemble:
     )
 
 
-def test_interrupted_waits_for_a_write_do_not_delay_it() -> None:
-    with ShardedReplayBuffer(
+def shards_of_a_queue() -> ShardedReplayBuffer:
+    """Two shards that admit two rows until they are sampled."""
+    return ShardedReplayBuffer(
         num_shards=2,
         storage=lambda: LazyTensorStorage(10),
         batch_size=2,
         rate_limiter=RateLimiter.queue(2),
         backend="local",
-    ) as rb:
+    )
+
+
+def test_interrupted_waits_for_a_write_do_not_delay_it() -> None:
+    with shards_of_a_queue() as rb:
         rb.extend(torch.zeros(2))
         written = rb.extend_async(torch.ones(2))
 
@@ -418,13 +423,7 @@ def test_interrupted_waits_for_a_write_do_not_delay_it() -> None:
 
 
 def test_interrupted_waits_for_a_sample_do_not_prevent_it() -> None:
-    with ShardedReplayBuffer(
-        num_shards=2,
-        storage=lambda: LazyTensorStorage(10),
-        batch_size=2,
-        rate_limiter=RateLimiter.queue(2),
-        backend="local",
-    ) as rb:
+    with shards_of_a_queue() as rb:
         sampled = rb.sample_async()
 
         def wait() -> None:
